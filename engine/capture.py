@@ -1,0 +1,53 @@
+"""Which hidden states are captured, by name. One definition for extraction, training, conversion, parity and serving.
+
+Canonical slot id = number of decoder layers already applied to the residual stream: 0 is the embedding output, k the
+state after k layers, N (`num_layers`) the last state before the final norm.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class CapturePlan:
+    """An ordered tuple of feature slots plus the teacher slot N. Compared by name, never sliced by position."""
+
+    slots: tuple[int, ...]
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        bad = [s for s in self.slots if not 0 <= s <= self.num_layers]
+        if bad:
+            raise ValueError(f"slots {bad} are outside 0..{self.num_layers}: slot k is the state after k layers")
+        if len(set(self.slots)) != len(self.slots):
+            raise ValueError(f"slots {self.slots} name the same state twice")
+
+    @property
+    def teacher(self) -> int:
+        """The slot whose normed state gives the target's logits."""
+        return self.num_layers
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot_name(s) for s in self.slots)
+
+    def select(self, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Features of the draft, picked by name in the plan's order.
+
+        Args: states: name -> [..., hidden]. Returns: [..., len(slots) * hidden]. Raises KeyError on a missing slot.
+        """
+        missing = [n for n in self.names if n not in states]
+        if missing:
+            raise KeyError(f"the draft needs {list(self.names)}; captured were {sorted(states)}: missing {missing}")
+        return torch.cat([states[n] for n in self.names], dim=-1)  # n x [..., h] -> [..., n * h]
+
+
+def slot_name(slot: int) -> str:
+    return f"slot_{slot}"
+
+
+def default_slots(num_layers: int) -> tuple[int, ...]:
+    """The three slots that vLLM and SGLang capture when a draft's config names none."""
+    return (2, num_layers // 2, num_layers - 3)

@@ -1,0 +1,11 @@
+"""One op a file. Here: the torch twin of each op, which is the CPU path and the oracle of the Triton kernel's test.
+
+Every op on the decode and verify path promises that a row's bits do not depend on how many rows travel with it
+(`row_invariance.probe` measures whether the CPU at hand keeps that promise).
+"""
+
+import os
+
+# MKL picks code by the alignment of its buffers unless told otherwise, and then equal inputs give unequal bits from
+# one call to the next. The variable is read at MKL's first call, so it must be set before any op runs.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

@@ -1,0 +1,37 @@
+"""RMSNorm, alone and fused with the residual add before it."""
+
+import torch
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis: x / sqrt(mean(x^2) + eps) * weight.
+
+    Args:
+        x: [..., hidden], any float dtype; statistics in fp32.
+        weight: [hidden].
+        eps: added to the mean square.
+
+    Returns:
+        [..., hidden], dtype of `x`, rounded before the weight is applied (as transformers' Llama does).
+    """
+    x32 = x.float()
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + x, then its norm.
+
+    Args:
+        x: [..., hidden] output of the block before.
+        residual: [..., hidden] residual stream.
+        weight: [hidden].
+        eps: as in `rms_norm`.
+
+    Returns:
+        (normed, new residual), both [..., hidden].
+    """
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
