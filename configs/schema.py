@@ -1,0 +1,61 @@
+"""The schema of a deployment: ten frozen sections.
+
+`slipstream.configs.load.load` reads one from a YAML file, the environment and `--set`; `Deployment(...)` alone reads neither
+file nor environment, so that a test or a notebook gets exactly what it wrote.
+"""
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from slipstream.configs.making import Capture, Data, Draft, Target, Training
+from slipstream.configs.serving import Benchmark, Gates, Host, Server, Speculation
+
+ENV_PREFIX = "SLIPSTREAM_"
+ENV_DELIMITER = "__"
+
+__all__ = [
+    "ENV_DELIMITER",
+    "ENV_PREFIX",
+    "Benchmark",
+    "Capture",
+    "Data",
+    "Deployment",
+    "Draft",
+    "Gates",
+    "Host",
+    "Server",
+    "Speculation",
+    "Target",
+    "Training",
+]
+
+
+class Deployment(BaseSettings):
+    """One deployment: a target, the draft made for it, and how both are served and judged."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
+    )
+
+    target: Target = Field(default_factory=Target, description="The model that is served.")
+    data: Data = Field(default_factory=Data, description="The conversations that the draft learns from.")
+    capture: Capture = Field(default_factory=Capture, description="Which hidden states of the target the draft sees.")
+    draft: Draft = Field(default_factory=Draft, description="The draft network.")
+    training: Training = Field(default_factory=Training, description="How the draft is trained.")
+    speculation: Speculation = Field(default_factory=Speculation, description="How far the draft runs ahead.")
+    server: Server = Field(default_factory=Server, description="The server.")
+    host: Host = Field(default_factory=Host, description="The machine and its folders.")
+    benchmark: Benchmark = Field(default_factory=Benchmark, description="What is measured.")
+    gates: Gates = Field(default_factory=Gates, description="What a run must reach.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is passed in: `load` merges file, environment and --set itself, to know where each value came from."""
+        return (init_settings,)
