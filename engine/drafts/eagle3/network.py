@@ -7,17 +7,18 @@
     logits = lm_head(norm(s))                        over the draft vocabulary
     next g = s
 
-Attention's keys and values live with the caller, who passes `attend`: the training-time-test mask in training, the paged
-KV cache in serving, a plain list of keys in tests.
+Attention's keys and values live with the caller, who passes `attend`: the training-time-test mask in training, the
+paged KV cache in serving, a plain list of keys in tests.
 """
 
 from collections.abc import Callable
 
 import torch
+from torch import nn
+
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.layers import GatedMLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding
 from slipstream.kernels.rotary import apply_rotary
-from torch import nn
 
 # attend(q [..., heads, d], k [..., kv_heads, d], v [..., kv_heads, d]) -> [..., heads, d]; q and k are rotated already.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
