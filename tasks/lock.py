@@ -1,0 +1,91 @@
+"""One run at a time in a working directory. The lock names its holder; the lock of a dead holder is no lock."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.manifest import command_line, write_json
+
+LOCK = ".lock"
+
+
+def process_start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which `pid` started (field 22 of /proc/PID/stat); None when it is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
+    return None if state in ("Z", "X") else int(fields[18])
+
+
+def boot_id() -> str:
+    """Tells one boot of the machine from the next: a pid and start time mean nothing across boots."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+@contextmanager
+def workdir_lock(workdir: Path) -> Iterator[None]:
+    """Holds `workdir` for this process; nested use by the same process is free.
+
+    Raises SlipstreamError when a living process holds it, naming that process.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / LOCK
+    me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "boot_id": boot_id()}
+    with _guard(workdir):
+        holder = _read(path)
+        nested = holder is not None and _same(holder, me)
+        if holder is not None and not nested and _alive(holder):
+            raise SlipstreamError(
+                f"{workdir} is in use by process {holder['pid']} "
+                f"(`{holder.get('command', '?')}`, since {holder.get('since', '?')})",
+                expected="one run at a time in a working directory",
+                do=f"wait for it, stop it with `kill {holder['pid']}`, or choose another host.workdir",
+            )
+        if not nested:
+            write_json(path, {**me, "command": command_line(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+    try:
+        yield
+    finally:
+        if not nested:
+            with _guard(workdir):
+                holder = _read(path)
+                if holder is not None and _same(holder, me):
+                    path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _guard(workdir: Path) -> Iterator[None]:
+    """The moment of reading and taking the lock, for one process at a time. The kernel frees it if we die."""
+    fd = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        holder = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None  # half written by a process that died: nobody holds it
+    return holder if isinstance(holder, dict) and "pid" in holder else None
+
+
+def _same(holder: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(holder.get(key) == other[key] for key in ("pid", "start_time", "boot_id"))
+
+
+def _alive(holder: dict[str, Any]) -> bool:
+    return holder.get("boot_id") == boot_id() and process_start_time(holder["pid"]) == holder.get("start_time")

@@ -1,0 +1,121 @@
+"""Fingerprints, file hashes and atomic writes: what makes a stage's directory trustworthy."""
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
+
+MANIFEST = "manifest.json"
+HASHED_ON_VERIFY_BYTES = 1 << 20  # files up to this size are hashed again on every check, larger ones only measured
+TOOLS = ("slipstream", "torch", "transformers")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a finished directory cannot be used: one file and what is wrong with it."""
+
+    file: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text. Raises TypeError on what JSON cannot hold."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(value: Any) -> str:
+    """sha256 (hex) of the canonical JSON of `value`."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    """sha256 (hex) of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_files(paths: Iterable[Path]) -> dict[str, str]:
+    """File name -> sha256, for a stage's `external` inputs."""
+    return {path.name: sha256_file(path) for path in paths}
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Writes a file under a temporary name, flushes it to the disk, then renames it: readers see the old or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes JSON atomically (indented, for people)."""
+    write_atomic(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Reads JSON; a file that is not JSON is an error that names it. Raises FileNotFoundError when there is none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SlipstreamError(
+            f"{path} is not readable as JSON: {error}",
+            expected="a file written by Slipstream",
+            do=f"delete the folder {path.parent} and run again: its stage is repeated",
+        ) from error
+
+
+def index_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Every file below `folder` but the manifest: relative name -> {"sha256", "bytes"}; links are followed."""
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.relative_to(folder).as_posix() != MANIFEST)
+    return {p.relative_to(folder).as_posix(): {"sha256": sha256_file(p), "bytes": p.stat().st_size} for p in paths}
+
+
+def verify_files(folder: Path, files: Mapping[str, Mapping[str, Any]], *, every_hash: bool = False) -> Problem | None:
+    """Compares a finished directory with its manifest's file list.
+
+    Sizes are compared for all files, hashes for files up to HASHED_ON_VERIFY_BYTES (for all with `every_hash`).
+    Returns the first problem, or None.
+    """
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            return Problem(name, "missing")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            return Problem(name, f"{size} bytes, {entry['bytes']} when it was written")
+        if (every_hash or size <= HASHED_ON_VERIFY_BYTES) and sha256_file(path) != entry["sha256"]:
+            return Problem(name, "its content changed since it was written")
+    return None
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions that take part in every fingerprint."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in TOOLS}}
+
+
+def command_line() -> str:
+    """How this process was started, for the manifest."""
+    return " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]) if sys.argv else ""
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"

@@ -1,0 +1,60 @@
+"""A full disk and other errors of the system, in words for people."""
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.engine.errors import SlipstreamError
+
+FULL_DISK_BYTES = 1 << 20  # less free space than this, and a failed write is taken for a full disk
+
+
+@contextmanager
+def explain_os_errors(stage: str, workdir: Path) -> Iterator[None]:
+    """Turns a full disk and other errors of the system into errors for people."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except Exception as error:
+        free = _free_bytes(workdir)
+        kept = f"Nothing is lost: finished stages and {stage}.partial stay in {workdir}, and the next run resumes."
+        if is_disk_full(error, workdir):
+            raise SlipstreamError(
+                f"the disk of {workdir} is full ({free / 1e6:.1f} MB free) in stage {stage}: {error}",
+                expected="room for the stage's output (`slipstream plan` estimates it)",
+                do=f"free space or set host.workdir to a larger disk, then run the same command again. {kept}",
+            ) from error
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise SlipstreamError(
+                f"stage {stage} may not write: {error}",
+                expected=f"a workdir that user {os.getuid()} can write",
+                do=f"change the owner of {workdir} or set host.workdir to another folder. {kept}",
+            ) from error
+        raise
+
+
+def is_disk_full(error: BaseException | None, folder: Path) -> bool:
+    """Whether an error, or what caused it, is a full disk.
+
+    Python says so by errno; safetensors and torch only in words, or by any failed write while no space is left.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        text = str(error).lower()
+        if "no space left" in text or "disk is full" in text or "quota exceeded" in text:
+            return True
+        if "writ" in text and _free_bytes(folder) < FULL_DISK_BYTES:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _free_bytes(folder: Path) -> int:
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
