@@ -1,0 +1,261 @@
+"""Chats as token ids: the chat template, the loss mask, and a sample that a person can check by eye.
+
+The assistant's marks (the ids that open an answer, the id that ends it) are read off the template itself by rendering
+probe chats. The loss mask is then found by scanning token ids for these marks: no string is ever tokenised a second
+time, so the mask cannot drift from the tokens that the target produced.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from rich.markup import escape
+from transformers import AutoTokenizer
+
+from slipstream.engine.errors import SlipstreamError
+
+Message = Mapping[str, Any]
+
+# Probe texts differ in their first and in their last token, so that what all renderings share is the template's.
+_PROBES = ("Alpha beta seven", "Seven gamma three", "Many green roofs")
+
+
+@dataclass(frozen=True)
+class AssistantMarks:
+    """How a template frames an assistant answer. header: ids before its first token. end: the id that closes it."""
+
+    header: tuple[int, ...]
+    end: int
+
+
+class ChatTokenizer:
+    """Tokenizer and chat template of a target directory.
+
+    Args:
+        directory: Hugging Face model directory with tokenizer files and, where it exists, generation_config.json.
+
+    Raises:
+        SlipstreamError: no tokenizer in the directory. A missing or unusable chat template is an error of the calls
+            that need one (F10), since text completion works without.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        except Exception as error:  # transformers raises a dozen types here; each means the same to the user
+            raise SlipstreamError(
+                f"no usable tokenizer in {directory}: {error}",
+                expected="tokenizer.json and tokenizer_config.json in the target's directory",
+                do="run the stage `resolve` again, or point target.source at a complete model directory",
+            ) from error
+        self._marks: AssistantMarks | None = None
+
+    # ---- ids and text
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that the tokenizer knows, added tokens included (the model's table may be larger)."""
+        return len(self.tokenizer)
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self.tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a generation: generation_config.json, else config.json, else the tokenizer's own."""
+        for name in ("generation_config.json", "config.json"):
+            path = self.directory / name
+            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (int(found),)
+        own = self.tokenizer.eos_token_id
+        return () if own is None else (int(own),)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids at which an answer ends: the end-of-sequence ids and the template's end of an answer."""
+        ids = set(self.eos_token_ids)
+        if self.chat_template is not None:
+            ids.add(self.marks.end)
+        return tuple(sorted(ids))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text, as a completion's prompt: nothing is added before or after it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def encode_chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a chat; marks such as <|im_end|> inside a message's text become the marks themselves.
+
+        Args:
+            messages: {"role", "content"} in order.
+            add_generation_prompt: end with the ids that open an assistant answer.
+
+        Raises: SlipstreamError when there is no template, or it refuses these messages.
+        """
+        if self.chat_template is None:
+            raise SlipstreamError(
+                f"{self.directory} has no chat template",
+                expected="chat_template.jinja, or chat_template in tokenizer_config.json",
+                do="use a chat model as target, or add its template to the directory",
+                fault="F10",
+            )
+        try:
+            ids = self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tokenize=True,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=False,
+            )
+        except Exception as error:  # templates raise jinja errors, but also TypeError and KeyError on odd messages
+            roles = [m.get("role") for m in messages]
+            raise SlipstreamError(
+                f"the chat template refused messages with roles {roles}: {error}",
+                expected="messages as this model's template knows them (often: user and assistant in turn)",
+                do="change the messages; the template is in the target's directory",
+            ) from error
+        return list(cast(list[int], ids))
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids, spaces untouched. Half a character at either end shows as U+FFFD."""
+        return str(
+            self.tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    # ---- loss mask
+
+    @property
+    def marks(self) -> AssistantMarks:
+        """The template's marks of an assistant answer, derived once. Raises SlipstreamError (F10) if it has none."""
+        if self._marks is None:
+            self._marks = self._derive_marks()
+        return self._marks
+
+    def _derive_marks(self) -> AssistantMarks:
+        question, other, answer = _PROBES
+        user = [{"role": "user", "content": question}]
+        plain = self.encode_chat(user, add_generation_prompt=False)
+        opened = self.encode_chat(user, add_generation_prompt=True)
+        answers = [{"role": "assistant", "content": text} for text in (answer, other)]
+        answered = [self.encode_chat([*user, message], add_generation_prompt=False) for message in answers]
+        header: Sequence[int] = ()
+        if opened[: len(plain)] == plain:
+            # The prompt for an answer may say more than history does (an opened <think>, say): keep what both show.
+            header = _common_prefix(*(ids[len(plain) :] for ids in [opened, *answered]))
+        if not header:
+            # Templates in the style of [INST] ... [/INST] open the answer by closing the question.
+            others = self.encode_chat([{"role": "user", "content": other}], add_generation_prompt=True)
+            header = _common_suffix(opened, others)
+        tail = _common_suffix(*answered)
+        special = set(self.tokenizer.all_special_ids) | set(self.eos_token_ids)
+        if not header or not tail or tail[0] not in special:
+            raise SlipstreamError(
+                f"the chat template does not frame answers: header ids {list(header)}, closing ids {list(tail)}",
+                expected="the same ids before every assistant answer, and a special token right after it",
+                do="check chat_template in the target's directory against the model's own",
+                fault="F10",
+            )
+        return AssistantMarks(header=tuple(header), end=int(tail[0]))
+
+    def answer_spans(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Start and stop (exclusive) of each assistant answer, its end token included, found by scanning ids.
+
+        An answer cut off by the token limit has no end token and reaches to the end of the ids.
+        """
+        header, end = self.marks.header, self.marks.end
+        ids, at = tuple(token_ids), 0
+        while at + len(header) <= len(ids):
+            if ids[at : at + len(header)] != header:
+                at += 1
+                continue
+            start = at + len(header)
+            at = ids.index(end, start) + 1 if end in ids[start:] else len(ids)
+            if at > start:
+                yield start, at
+
+    def loss_mask(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Which tokens are the assistant's own.
+
+        Args:
+            token_ids: T ids of one conversation.
+
+        Returns:
+            [T] bool, true on every token of every answer, the end token included.
+
+        Raises:
+            SlipstreamError (F10): not one token is true, or the ids do not contain the template's header at all.
+        """
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        for start, stop in self.answer_spans(token_ids):
+            mask[start:stop] = True
+        check_supervised(mask, token_ids, self)
+        return mask
+
+    def coloured_sample(self, token_ids: Sequence[int], mask: torch.Tensor, max_tokens: int = 400) -> str:
+        """Decoded text with the supervised tokens highlighted, as rich markup, special tokens shown.
+
+        Args:
+            token_ids: T ids.
+            mask: [T] bool.
+            max_tokens: longer conversations are cut, and say so.
+        """
+        parts = []
+        for start, stop, on in mask_runs(mask[:max_tokens]):
+            text = escape(self.decode(token_ids[start:stop], skip_special_tokens=False))
+            # A backslash right before the closing tag would escape the tag.
+            text = text + " " if text.endswith("\\") else text
+            parts.append(f"[bold green]{text}[/bold green]" if on else f"[dim]{text}[/dim]")
+        if len(token_ids) > max_tokens:
+            parts.append(f"[dim] ... {len(token_ids) - max_tokens} tokens more[/dim]")
+        return "".join(parts)
+
+
+def check_supervised(mask: torch.Tensor, token_ids: Sequence[int], tokenizer: ChatTokenizer) -> None:
+    """Stops at a mask without a true token: [T] bool. Raises SlipstreamError (F10) with what the ids begin with."""
+    if bool(mask.any()):
+        return
+    header = tokenizer.decode(tokenizer.marks.header, skip_special_tokens=False)
+    has_header = tokenizer.marks.header in _windows(token_ids, len(tokenizer.marks.header))
+    begin = tokenizer.decode(token_ids[:40], skip_special_tokens=False)
+    why = "the answer after the header is empty" if has_header else f"the ids never contain the header {header!r}"
+    raise SlipstreamError(
+        f"the loss mask of {len(token_ids)} tokens is all zero: {why}. They begin with {begin!r}",
+        expected=f"{header!r}, an answer, and the end token {tokenizer.decode([tokenizer.marks.end], False)!r}",
+        do="render the chats with the chat template of this target's own directory",
+        fault="F10",
+    )
+
+
+def mask_runs(mask: torch.Tensor) -> list[tuple[int, int, bool]]:
+    """[T] bool -> (start, stop, value) of each run of equal values, in order."""
+    runs: list[tuple[int, int, bool]] = []
+    for at, on in enumerate(mask.tolist()):
+        if runs and runs[-1][2] == bool(on):
+            runs[-1] = (runs[-1][0], at + 1, bool(on))
+        else:
+            runs.append((at, at + 1, bool(on)))
+    return runs
+
+
+def _windows(ids: Sequence[int], size: int) -> set[tuple[int, ...]]:
+    return {tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)}
+
+
+def _common_prefix(*lists: Sequence[int]) -> list[int]:
+    common = []
+    for column in zip(*lists, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    return common
+
+
+def _common_suffix(*lists: Sequence[int]) -> list[int]:
+    return _common_prefix(*[list(reversed(ids)) for ids in lists])[::-1]
