@@ -19,11 +19,9 @@ class Section(BaseModel):
 
 def _expand(value: object) -> object:
     """`~` of a path as the home directory of whoever runs the command."""
-    if isinstance(value, str):
-        if not value:
-            raise ValueError("an empty path")
-        return Path(value).expanduser()
-    return value
+    if not isinstance(value, str | Path) or not str(value):
+        raise ValueError("the path of a file or directory")
+    return Path(value).expanduser()
 
 
 # A relative path means: relative to the directory in which the command is given (as for any other argument of a shell

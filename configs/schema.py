@@ -1,7 +1,7 @@
 """The schema of a deployment: ten frozen sections.
 
-`slipstream.configs.load.load` reads one from a YAML file, the environment and `--set`; `Deployment(...)` alone reads neither
-file nor environment, so that a test or a notebook gets exactly what it wrote.
+`slipstream.configs.load.load` reads one from a YAML file, the environment and `--set`; `Deployment(...)` alone reads
+neither file nor environment, so that a test or a notebook gets exactly what it wrote.
 """
 
 from pydantic import Field
@@ -57,5 +57,5 @@ class Deployment(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what is passed in: `load` merges file, environment and --set itself, to know where each value came from."""
+        """Only what is passed in: `load` merges file, environment and --set itself, to know each value's origin."""
         return (init_settings,)

@@ -1,4 +1,4 @@
-"""The sections that say how the target and its draft are served and judged: speculation, server, host, benchmark, gates."""
+"""The sections that say how target and draft are served and judged: speculation, server, host, benchmark, gates."""
 
 from typing import Annotated, Literal
 
@@ -12,12 +12,12 @@ class Speculation(Section):
 
     num_steps: CountOrZero | Literal["auto"] = Field(
         "auto",
-        description="Draft forward passes a round (K); 0 is no speculation, `auto` is the best of 0..max_num_steps as measured.",
+        description="Draft forward passes a round (K); 0: no speculation, `auto`: the fastest of 0..max_num_steps.",
     )
     max_num_steps: PositiveInt = Field(5, description="Largest K that `auto` may choose.")
     verify_width: PositiveInt | None = Field(
         None,
-        description="Rows that the target scores a round. It is always num_steps + 1; state it only to have it checked.",
+        description="Rows that the target scores a round: always num_steps + 1; state it only to have it checked.",
     )
     topk: PositiveInt = Field(1, description="Branches of the draft; 1 is a chain, the only form served here.")
 
@@ -31,9 +31,7 @@ class Server(Section):
     max_running_requests: PositiveInt = Field(8, description="Requests decoded at the same time; further ones wait.")
     max_context_tokens: PositiveInt = Field(1024, description="Longest prompt + answer, in tokens.")
     block_size_tokens: PositiveInt = Field(16, description="Positions of one block of the paged KV cache, in tokens.")
-    prefill_chunk_tokens: PositiveInt = Field(
-        256, description="Longest piece of a prompt that one step computes, in tokens."
-    )
+    prefill_chunk_tokens: PositiveInt = Field(256, description="Longest piece of a prompt that one step computes.")
     dtype: Dtype = Field("bfloat16", description="Type in which the target and the draft are served.")
     after: Literal["stop", "keep"] = Field(
         "stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
@@ -56,7 +54,7 @@ class Host(Section):
     cache_dir: LocalPath = Field(
         "~/.cache/slipstream",
         validate_default=True,
-        description="Directory of downloaded and dequantised targets, shared by runs.",
+        description="Directory of targets, shared by runs.",
     )
     threads: PositiveInt | None = Field(None, description="CPU threads of torch; null is one for each available core.")
 
@@ -66,7 +64,7 @@ class Benchmark(Section):
 
     prompts: str = Field(
         "builtin-holdout",
-        description="Prompts: a path of JSON lines of chats, or `builtin-holdout` for the held-out part of data.prompts.",
+        description="A path of JSON lines of chats, or `builtin-holdout` for the held-out part of data.prompts.",
     )
     num_prompts: PositiveInt = Field(16, description="Prompts of one measurement.")
     max_new_tokens: PositiveInt = Field(128, description="Longest answer, in tokens.")
@@ -84,20 +82,23 @@ class Gates(Section):
     )
     max_argmax_difference: Fraction = Field(
         0.005,
-        description="Largest share of positions whose most likely token differs from that of transformers (parity).",
+        description="Largest share of positions whose argmax differs from that of transformers (parity).",
     )
     max_slot_error: PositiveFloat = Field(
         0.1,
-        description="Largest error of a captured slot as a share of its distance to the second-nearest state (parity).",
+        description="Largest error of a slot as a share of that to the second-nearest state (parity).",
     )
     max_tau_gap: PositiveFloat = Field(
         0.1,
-        description="Largest gap between replayed tau - 1 and served tau - 1, as a share of the latter (benchmark).",
+        description="Largest gap of replayed tau - 1 to served tau - 1, as a share of the latter (benchmark).",
     )
     min_accept_length: Annotated[float, Field(ge=1.0)] | None = Field(
         None, description="Smallest accept length served, bonus token included; null is no bound."
     )
     min_speedup: PositiveFloat = Field(
         1.0,
-        description="Smallest speed of speculation as a multiple of no speculation; fails with its whole confidence interval below.",
+        description=(
+            "Smallest speed of speculation as a multiple of no speculation; the gate fails when the whole confidence "
+            "interval lies below."
+        ),
     )
