@@ -1,0 +1,54 @@
+"""GPU memory in use, by card, through NVML where there is an NVIDIA driver. Looks only; never touches a process."""
+
+import time
+from dataclasses import dataclass
+
+POLL_SECONDS = 0.5
+TOLERANCE_BYTES = 256 << 20  # a display or a monitor may come and go
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """One card: bytes in use, and the pids (of the host's process table) that the driver says use it."""
+
+    index: int
+    used_bytes: int
+    pids: tuple[int, ...]
+
+
+def read_gpu_memory() -> list[GpuMemory] | None:
+    """Memory in use on every card; None on a machine without an NVIDIA GPU or without its management library."""
+    try:
+        import pynvml  # of nvidia-ml-py: on GPU hosts only
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        cards = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            users = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+            cards.append(GpuMemory(index, used, tuple(int(user.pid) for user in users)))
+        return cards or None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def wait_gpu_memory(baseline: list[GpuMemory] | None, seconds: float) -> list[GpuMemory]:
+    """Waits until every card is back at `baseline` (bytes in use before we started anything).
+
+    Returns the cards that are not, after `seconds`: empty when all are back, or when there is no GPU.
+    """
+    if baseline is None:
+        return []
+    allowed = {card.index: card.used_bytes + TOLERANCE_BYTES for card in baseline}
+    deadline = time.monotonic() + seconds
+    while True:
+        above = [c for c in read_gpu_memory() or [] if c.used_bytes > allowed.get(c.index, TOLERANCE_BYTES)]
+        if not above or time.monotonic() > deadline:
+            return above
+        time.sleep(POLL_SECONDS)
