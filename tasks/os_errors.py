@@ -10,6 +10,8 @@ from pathlib import Path
 from slipstream.engine.errors import SlipstreamError
 
 FULL_DISK_BYTES = 1 << 20  # less free space than this, and a failed write is taken for a full disk
+FULL_DISK_WORDS = ("no space left", "disk is full", "quota exceeded")
+FAILED_WRITE_WORDS = ("writ", "iostream", "inline_container")  # the latter two are torch.save's
 
 
 @contextmanager
@@ -46,9 +48,9 @@ def is_disk_full(error: BaseException | None, folder: Path) -> bool:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
         text = str(error).lower()
-        if "no space left" in text or "disk is full" in text or "quota exceeded" in text:
+        if any(words in text for words in FULL_DISK_WORDS):
             return True
-        if "writ" in text and _free_bytes(folder) < FULL_DISK_BYTES:
+        if any(words in text for words in FAILED_WRITE_WORDS) and _free_bytes(folder) < FULL_DISK_BYTES:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -176,7 +176,7 @@ def fingerprint(stage: Stage, deployment: "Deployment", workdir: Path) -> str:
 
 
 def stale_input(name: str, deployment: "Deployment", workdir: Path) -> str:
-    """Why the finished stage `name` is not of `deployment`, by its manifest and those that it was made from ("" = it is)."""
+    """Why the finished stage `name` is not of `deployment`, by its manifest and those before it ("" = it is)."""
     folder = workdir / name
     if not (folder / mf.MANIFEST).is_file():
         return f"{name} has not run"
