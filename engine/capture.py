@@ -6,8 +6,10 @@ state after k layers, N (`num_layers`) the last state before the final norm.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # naming slots must not load torch: `slipstream plan` names them within a second
+    import torch
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,13 @@ class CapturePlan:
     def names(self) -> tuple[str, ...]:
         return tuple(slot_name(s) for s in self.slots)
 
-    def select(self, states: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def select(self, states: Mapping[str, "torch.Tensor"]) -> "torch.Tensor":
         """Features of the draft, picked by name in the plan's order.
 
         Args: states: name -> [..., hidden]. Returns: [..., len(slots) * hidden]. Raises KeyError on a missing slot.
         """
+        import torch
+
         missing = [n for n in self.names if n not in states]
         if missing:
             raise KeyError(f"the draft needs {list(self.names)}; captured were {sorted(states)}: missing {missing}")
