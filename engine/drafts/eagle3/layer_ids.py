@@ -1,8 +1,8 @@
 """Layer ids of other engines for our slots. One table; every translation goes through it.
 
-A canonical slot k is the residual stream after k decoder layers. vLLM numbers it k. SGLang numbers it k - 1, by the layer
-whose output it is, and adds 1 when it reads the config; for DeepSeek and Kimi it does so, since 0.5.13, only when the
-first id is exactly 1. So one list of ids means different states to different engines and versions (F4).
+A canonical slot k is the residual stream after k decoder layers. vLLM numbers it k. SGLang numbers it k - 1, by the
+layer whose output it is, and adds 1 when it reads the config; for DeepSeek and Kimi it does so, since 0.5.13, only when
+the first id is exactly 1. So one list of ids means different states to different engines and versions (F4).
 """
 
 import re
@@ -95,7 +95,7 @@ class Reading:
 
 
 def reading(engine: Engine, version: str, family: Family) -> Reading:
-    """How an engine of a version ("0.5.14", "0.5.12.post1") reads ids. Raises SlipstreamError for an unreadable version."""
+    """How an engine of a version ("0.5.14", "0.5.12.post1") reads ids. Raises SlipstreamError for another form."""
     name = f"{engine.value} {version} ({family.value} target)"
     if engine is Engine.VLLM:
         # DeepSeek: states are captured on entering a layer, where slot 0 has no residual yet; no layer follows slot N.

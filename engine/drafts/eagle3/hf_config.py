@@ -1,0 +1,238 @@
+"""The two JSON files of a draft directory.
+
+config.json      the plain Hugging Face EAGLE-3 form that vLLM and SGLang read, layer ids for both
+slipstream.json  what they have no key for: slots by canonical name, what the draft was trained from
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.capture import CapturePlan, default_slots, slot_name
+from slipstream.engine.drafts.eagle3.config import Eagle3Config
+from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import write_atomic
+from slipstream.engine.handover import TargetIdentity, identity_differences, refuse, slot_differences
+
+CONFIG = "config.json"
+RECORD = "slipstream.json"
+RECORD_FORMAT = "slipstream-eagle3"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Switches that SGLang's Llama draft does not have; it drops the tensor or ignores the key without a word.
+_NOT_IN_SGLANG = ("norm_before_residual", "norm_before_fc")
+_AGAIN = "convert again: `slipstream stage convert CONFIG`"
+
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """Where a draft comes from.
+
+    Args:
+        identity: the target, tokenizer and chat template that it was trained on.
+        family: of the target, which decides how other engines read layer ids.
+        training_fingerprint: of the training stage's manifest.
+    """
+
+    identity: TargetIdentity
+    family: Family
+    training_fingerprint: str
+
+
+def engine_ids(config: Eagle3Config, family: Family) -> dict[Engine, tuple[int, ...] | str]:
+    """Layer ids to write for each engine; a text says why that engine cannot serve this draft."""
+    result: dict[Engine, tuple[int, ...] | str] = {}
+    for engine, version in KNOWN_VERSIONS.items():
+        on = [s for s in _NOT_IN_SGLANG if engine is Engine.SGLANG and getattr(config, s)]
+        if on:
+            result[engine] = f"{engine.value} {version} has no {' and no '.join(on)}"
+            continue
+        try:
+            result[engine] = reading(engine, version, family).ids(config.slots, config.target_num_layers)
+        except SlipstreamError as error:
+            result[engine] = error.found
+    return result
+
+
+def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dtype: str) -> None:
+    """Writes config.json and slipstream.json. Args: dtype: of the weights, as torch names it without `torch.`."""
+    ids = engine_ids(config, record.family)
+    rope = dict(config.rope_scaling or {})
+    rope.pop("rope_theta", None)
+    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    # Where SGLang cannot serve the draft, an empty list makes it stop; without a list it would capture its default slots.
+    # vLLM takes its defaults for an empty list too, so it always gets our ids.
+    sglang = ids[Engine.SGLANG]
+    value: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "torch_dtype": dtype,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None if plain else rope,
+        "max_position_embeddings": config.max_position,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "num_aux_hidden_states": len(config.slots),
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        **{switch: getattr(config, switch) for switch in _SWITCHES},
+        "eagle_aux_hidden_state_layer_ids": list(config.slots),
+        "eagle_config": {
+            "use_aux_hidden_state": True,
+            "eagle_aux_hidden_state_layer_ids": [] if isinstance(sglang, str) else list(sglang),
+        },
+    }
+    own = {
+        "format": RECORD_FORMAT,
+        "format_version": 1,
+        "slots": list(config.plan.names),
+        "target_num_layers": config.target_num_layers,
+        "target_family": record.family.value,
+        "identity": record.identity.to_dict(),
+        "training_fingerprint": record.training_fingerprint,
+        "engines": {
+            f"{engine.value} {KNOWN_VERSIONS[engine]}": {"cannot_serve": i} if isinstance(i, str) else {"ids": list(i)}
+            for engine, i in ids.items()
+        },
+    }
+    for name, content in ((CONFIG, value), (RECORD, own)):
+        write_atomic(directory / name, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_record(directory: Path) -> DraftRecord | None:
+    """Where a draft comes from; None for a draft that Slipstream did not write."""
+    path = directory / RECORD
+    if not path.is_file():
+        return None
+    own = _read_json(path)
+    return DraftRecord(TargetIdentity(**own["identity"]), Family(own["target_family"]), own["training_fingerprint"])
+
+
+def read_config(
+    directory: Path,
+    *,
+    slots: tuple[int, ...] | None = None,
+    target_num_layers: int | None = None,
+    skip: Collection[str] = (),
+) -> Eagle3Config:
+    """The draft of a directory.
+
+    Args:
+        directory: with config.json, and slipstream.json if Slipstream wrote it.
+        slots, target_num_layers: for a draft without slipstream.json, whose config cannot tell them safely.
+        skip: faults whose checks are off.
+
+    Raises SlipstreamError for a missing key, and (F2, F3) when config.json names other slots than slipstream.json.
+    """
+    value = _read_json(directory / CONFIG)
+    own = _read_json(directory / RECORD) if (directory / RECORD).is_file() else None
+    if own is not None:
+        slots = tuple(int(name.removeprefix("slot_")) for name in own["slots"])
+        target_num_layers = own["target_num_layers"]
+        _check_ids(directory, value, CapturePlan(slots, target_num_layers), Family(own["target_family"]), skip)
+    if slots is None or target_num_layers is None:
+        raise SlipstreamError(
+            f"{directory} has no {RECORD}: its config.json holds layer ids, which engines read differently",
+            expected="the canonical slots and the target's number of layers",
+            do="name them (capture.slots) when the draft is imported",
+        )
+    try:
+        rope = value.get("rope_scaling") or value.get("rope_parameters")
+        return Eagle3Config(
+            hidden_size=value["hidden_size"],
+            intermediate_size=value["intermediate_size"],
+            num_heads=value["num_attention_heads"],
+            num_kv_heads=value.get("num_key_value_heads") or value["num_attention_heads"],
+            head_dim=value.get("head_dim") or value["hidden_size"] // value["num_attention_heads"],
+            rms_norm_eps=value["rms_norm_eps"],
+            rope_theta=float(value.get("rope_theta") or (rope or {})["rope_theta"]),
+            rope_scaling=rope,
+            max_position=value["max_position_embeddings"],
+            vocab_size=value["vocab_size"],
+            draft_vocab_size=value.get("draft_vocab_size") or value["vocab_size"],
+            target_hidden_size=value.get("target_hidden_size") or value["hidden_size"],
+            slots=slots,
+            target_num_layers=target_num_layers,
+            **{switch: bool(value.get(switch, False)) for switch in _SWITCHES},
+        )
+    except KeyError as error:
+        raise SlipstreamError(
+            f"{directory / CONFIG} has no {error.args[0]}", expected="the config of an EAGLE-3 draft", do=_AGAIN
+        ) from error
+
+
+def check_for_launch(
+    directory: Path,
+    slots: tuple[int, ...],
+    identity: TargetIdentity,
+    *,
+    needed_by: str = "the deployment",
+    skip: Collection[str] = (),
+) -> None:
+    """Before a server starts: the draft was trained on these slots, in this order, of this very target.
+
+    Args:
+        directory: of the draft.
+        slots: canonical ids that will be captured, in the order in which they are handed to the draft.
+        identity: of the target at hand.
+        needed_by: what names `slots`, for the error.
+        skip: faults whose checks are off.
+
+    Raises SlipstreamError: F2 or F3 for slots, F17 for the target; and for a draft without slipstream.json, which proves
+    neither.
+    """
+    record = read_record(directory)
+    if record is None:
+        raise SlipstreamError(
+            f"{directory} has no {RECORD}",
+            expected="the names of the slots that the draft was trained on, and of its target",
+            do=_AGAIN,
+        )
+    trained = read_config(directory, skip=skip).plan.names
+    differences = [
+        *slot_differences(trained, tuple(slot_name(s) for s in slots)),
+        *identity_differences(record.identity, identity),
+    ]
+    do = "train the draft again from a store with these slots and this target, or restore those it was trained with"
+    refuse(differences, found_in=f"the draft in {directory}", expected_in=needed_by, do=do, skip=skip)
+
+
+def _check_ids(
+    directory: Path, value: Mapping[str, Any], plan: CapturePlan, family: Family, skip: Collection[str]
+) -> None:
+    """The ids in config.json mean the slots in slipstream.json, for every engine that they do not stop."""
+    nested = (value.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    for engine, ids in {Engine.VLLM: value.get("eagle_aux_hidden_state_layer_ids"), Engine.SGLANG: nested}.items():
+        version = KNOWN_VERSIONS[engine]
+        if ids == [] and engine is Engine.SGLANG:
+            continue  # stops it
+        captured = reading(engine, version, family).slots(ids) if ids else default_slots(plan.num_layers)
+        refuse(
+            slot_differences(tuple(slot_name(s) for s in captured), plan.names),
+            found_in=f"{directory / CONFIG} (ids {ids} as {engine.value} {version} reads them)",
+            expected_in=RECORD,
+            do=f"do not edit layer ids by hand; {_AGAIN}",
+            skip=skip,
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise SlipstreamError(f"{path} does not exist", expected="a draft directory", do=_AGAIN) from None
+    except ValueError as error:
+        raise SlipstreamError(f"{path} is not JSON: {error}", expected="a draft directory", do=_AGAIN) from error
