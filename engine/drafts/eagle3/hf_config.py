@@ -63,7 +63,7 @@ def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dt
     rope = dict(config.rope_scaling or {})
     rope.pop("rope_theta", None)
     plain = rope.get("rope_type", rope.get("type", "default")) == "default"
-    # Where SGLang cannot serve the draft, an empty list makes it stop; without a list it would capture its default slots.
+    # Where SGLang cannot serve the draft, an empty list makes it stop; without a list it would capture its defaults.
     # vLLM takes its defaults for an empty list too, so it always gets our ids.
     sglang = ids[Engine.SGLANG]
     value: dict[str, Any] = {
@@ -191,8 +191,8 @@ def check_for_launch(
         needed_by: what names `slots`, for the error.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError: F2 or F3 for slots, F17 for the target; and for a draft without slipstream.json, which proves
-    neither.
+    Raises SlipstreamError: F2 or F3 for slots, F17 for the target. A draft without slipstream.json proves neither and is
+    refused.
     """
     record = read_record(directory)
     if record is None:
