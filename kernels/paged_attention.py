@@ -1,51 +1,71 @@
 """Attention over a paged KV cache. Decode, verify and prefill are one op: each query row is computed by itself.
 
-Layout: caches are [num_blocks, block_size, kv_heads, head_dim]; block 0 is the dummy block that padding rows point at.
+Layout: a cache is [num_blocks, block_size, 2, kv_heads, head_dim], keys at index 0 of the third axis and values at 1;
+block 0 is the dummy block that padding rows point at. What is the same for every layer of a step (where rows are
+written, which blocks are read, what is visible) is worked out once a step, in `AttentionRows`.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 
-def write_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """Store keys and values at their positions.
+@dataclass(frozen=True)
+class AttentionRows:
+    """The rows of one step, as every layer's attention needs them.
 
     Args:
-        k, v: [B, R, kv_heads, head_dim].
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim], written in place.
-        block_table: [B, blocks_per_sequence] int64.
-        positions: [B, R] int64; -1 marks a padding row, which goes to the dummy block.
+        write_index: [B * R] int64, cell of each row in the flattened cache; of padding rows, in block 0.
+        read_blocks: [B * blocks] int64, the blocks that hold positions 0.. of each request, in order.
+        first_block: the first block where those of a single request lie side by side, so that no copy is needed.
+        visible: [B, R, 1, T] bool, T = blocks * block_size: keys at positions <= the row's own.
+        num_keys: of each request, how many of the T keys are read (whole blocks).
     """
-    block_size = k_cache.shape[1]
-    real = positions >= 0
-    blocks = block_table.gather(1, positions.clamp(min=0) // block_size) * real  # [B, R]
-    index = (blocks * block_size + positions.clamp(min=0) % block_size).reshape(-1)  # [B * R]
-    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, index, k.reshape(-1, *k.shape[2:]))
-    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, index, v.reshape(-1, *v.shape[2:]))
+
+    write_index: torch.Tensor
+    read_blocks: torch.Tensor
+    first_block: int | None
+    visible: torch.Tensor
+    num_keys: tuple[int, ...]
 
 
-def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def plan_rows(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> AttentionRows:
+    """Works out once what every layer of a step needs.
+
+    Args:
+        block_table: [B, blocks_per_sequence] int64.
+        positions: [B, R] int64, the absolute position of each row; -1 marks padding.
+        block_size: tokens a block.
+    """
+    index = positions.clamp(min=0)
+    blocks = block_table.gather(1, index // block_size) * (positions >= 0)  # [B, R]; padding: block 0
+    write_index = (blocks * block_size + index % block_size).flatten()  # [B, R] -> [B * R]
+    counts = [last // block_size + 1 for last in index.amax(1).tolist()]
+    num_blocks = max(counts)
+    read = block_table[:, :num_blocks]  # [B, blocks]
+    first_block = None
+    if read.shape[0] == 1 and bool((read[0] - read[0, 0] == torch.arange(num_blocks)).all()):
+        first_block = int(read[0, 0])
+    visible = torch.arange(num_blocks * block_size) <= index.unsqueeze(-1)  # [B, R, T]
+    num_keys = tuple(count * block_size for count in counts)
+    return AttentionRows(write_index, read.flatten(), first_block, visible.unsqueeze(2), num_keys)
+
+
+def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, rows: AttentionRows) -> None:
+    """Store keys and values, each [B, R, kv_heads, head_dim], in their cells of `cache`, in place."""
+    cells = cache.flatten(0, 1)  # [blocks, block, 2, kv, d] -> [cells, 2, kv, d]
+    cells[:, 0].index_copy_(0, rows.write_index, k.flatten(0, 1))  # [B, R, kv, d] -> [B * R, kv, d]
+    cells[:, 1].index_copy_(0, rows.write_index, v.flatten(0, 1))
+
+
+def paged_attention(q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, scale: float) -> torch.Tensor:
     """Causal attention of every query row over the keys at positions <= its own.
 
     Args:
-        q: [B, R, heads, head_dim].
-        k_cache, v_cache: [num_blocks, block_size, kv_heads, head_dim].
-        block_table: [B, blocks_per_sequence] int64; only the blocks that hold positions are read.
-        positions: [B, R] int64, the absolute position of each row; -1 marks padding (its output is not meant for use).
+        q: [B, R, heads, head_dim]; outputs of padding rows are not meant for use.
+        cache: [num_blocks, block_size, 2, kv_heads, head_dim].
+        rows: of this step.
         scale: multiplied onto q.k.
 
     Returns:
@@ -55,17 +75,19 @@ def paged_attention(
     the inner shape never depends on R and a row's bits do not depend on its neighbours.
     """
     batch, num_rows, heads, head_dim = q.shape
-    block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    group = heads // kv_heads
-    out = torch.empty_like(q)
-    for b in range(batch):
-        num_blocks = max(int(positions[b].max()), 0) // block_size + 1
-        blocks = block_table[b, :num_blocks]
-        # [blocks, block, kv, d] -> [1, kv, T, d] -> [R, kv, T, d] without a copy per row
-        k = k_cache[blocks].flatten(0, 1).transpose(0, 1)[None].expand(num_rows, -1, -1, -1)
-        v = v_cache[blocks].flatten(0, 1).transpose(0, 1)[None].expand(num_rows, -1, -1, -1)
-        visible = torch.arange(k.shape[2])[None] <= positions[b].clamp(min=0)[:, None]  # [R, T]
-        rows = q[b].view(num_rows, kv_heads, group, head_dim)  # [R, heads, d] -> [R, kv, group, d]
-        mixed = F.scaled_dot_product_attention(rows, k, v, attn_mask=visible[:, None, None, :], scale=scale)
-        out[b] = mixed.reshape(num_rows, heads, head_dim)  # [R, kv, group, d] -> [R, heads, d]
-    return out
+    kv_heads = cache.shape[3]
+    if rows.first_block is None:
+        kv = cache.index_select(0, rows.read_blocks)  # [B * blocks, block, 2, kv, d]
+    else:
+        kv = cache[rows.first_block : rows.first_block + rows.read_blocks.shape[0]]
+    kv = kv.view(batch, -1, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4)  # -> [2, B, kv, T, d]
+    q = q.view(batch, num_rows, kv_heads, heads // kv_heads, head_dim)  # [B, R, heads, d] -> [B, R, kv, group, d]
+    if num_rows == 1:  # one call for the whole batch
+        mixed = F.scaled_dot_product_attention(q[:, 0], kv[0], kv[1], attn_mask=rows.visible, scale=scale)
+        return mixed.reshape(batch, 1, heads, head_dim)  # [B, kv, group, d] -> [B, 1, heads, d]
+    parts = []
+    for b, num_keys in enumerate(rows.num_keys):
+        k, v = kv[:, b : b + 1, :, :num_keys].expand(-1, num_rows, -1, -1, -1).unbind()  # -> 2 x [R, kv, T, d], no copy
+        mask = rows.visible[b, :, None, :, :num_keys]  # [R, 1, 1, T]
+        parts.append(F.scaled_dot_product_attention(q[b], k, v, attn_mask=mask, scale=scale))
+    return torch.stack(parts).reshape(batch, num_rows, heads, head_dim)  # B x [R, kv, group, d] -> [B, R, heads, d]

@@ -1,0 +1,75 @@
+"""EAGLE-3 as a proposer: the draft network over its own paged cache.
+
+Cache cell t holds the key of slot t. For slots behind the last committed token it was made from the target's feature,
+as at step 1 of training; the cells after it hold the current chain's own states (step k of slot t: cell and rope
+position t + k - 1), which the next round's committed slots overwrite. So a step sees what training's attention sees:
+step-1 keys of every earlier slot, and its own later steps.
+"""
+
+import torch
+
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.kv_cache import KVCache
+from slipstream.engine.proposer import DraftBatch, Proposal
+from slipstream.kernels.paged_attention import paged_attention, write_kv
+from slipstream.kernels.sampling import propose
+
+
+class Eagle3Proposer:
+    """Proposes chains of K tokens.
+
+    Args:
+        network: a loaded draft.
+        num_steps: K, 1 or more.
+    """
+
+    def __init__(self, network: Eagle3Network, num_steps: int) -> None:
+        self.network, self.num_steps = network, num_steps
+        self.slots = network.config.slots
+        self.max_position: int | None = network.config.max_position
+        draft_ids = torch.arange(network.config.draft_vocab_size, device=network.d2t.device)
+        self.target_ids = network.to_target(draft_ids)  # [Vd] target id of each draft id
+        self.cache: KVCache | None = None
+
+    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        """Makes the draft's cache, under the block numbers of the target's."""
+        c, device = self.network.config, self.network.d2t.device
+        self.cache = KVCache(1, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype, device)
+
+    @torch.inference_mode()
+    def absorb(self, batch: DraftBatch) -> None:
+        """Writes the keys of a prefill chunk's slots."""
+        self._forward(batch.token_ids, self.network.fuse(batch.features), batch.positions, batch.block_table)
+
+    @torch.inference_mode()
+    def propose(self, batch: DraftBatch) -> Proposal:
+        """Step 1 over every newly committed slot with the target's features, then K - 1 steps on the last state."""
+        g = self.network.fuse(batch.features)  # [B, R, F] -> [B, R, h]
+        states = self._forward(batch.token_ids, g, batch.positions, batch.block_table)  # [B, R, h]
+        last = (batch.positions >= 0).sum(dim=1) - 1  # [B], the last real slot of each request
+        rows = torch.arange(last.shape[0], device=last.device)
+        state, slot = states[rows, last], batch.positions[rows, last]  # [B, h], [B]
+        tokens, logits = [], []
+        for step in range(1, self.num_steps + 1):
+            if step > 1:
+                # A step that the round cannot use is padding: its position may lie beyond the context's end.
+                positions = torch.where(step <= batch.num_valid, slot + step - 1, -1)[:, None]  # [B, 1]
+                g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
+                state = self._forward(tokens[-1][:, None], g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
+            logits.append(self.network.logits(state))  # [B, Vd]
+            draft_ids = propose(logits[-1], batch.sampling, batch.committed_lengths + step - 1, self.target_ids)  # [B]
+            tokens.append(self.target_ids[draft_ids])
+        return Proposal(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))  # [B, K], [B, K, Vd]
+
+    def _forward(
+        self, token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor
+    ) -> torch.Tensor:
+        """token_ids, positions [B, R], g [B, R, h] -> states [B, R, h]; keys and values go to the cache."""
+        assert self.cache is not None, "allocate comes first"
+        layer, rows = self.cache.layers[0], self.cache.view(block_table).rows(positions)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            write_kv(k, v, layer, rows)
+            return paged_attention(q, layer, rows, self.network.config.head_dim**-0.5)
+
+        return self.network(token_ids, g, positions, attend)

@@ -1,0 +1,159 @@
+"""Loads a target from safetensors: every tensor consumed, every parameter loaded, or an error that lists the rest."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.layers import MergedLinear
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.llama import LlamaModel
+
+_MODELS = {"LlamaForCausalLM": LlamaModel}
+# Old checkpoints store the rope frequencies, which follow from the config.
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def load_target(directory: str | Path, dtype: torch.dtype | str, device: torch.device | str = "cpu") -> LlamaModel:
+    """Loads the target of a Hugging Face directory (one safetensors file, or several and an index).
+
+    Raises SlipstreamError for an unknown architecture, a truncated or unreadable file, and for any tensor that is
+    missing, left over, or of another shape than the config says.
+    """
+    directory = Path(directory)
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    config = ModelConfig.from_dir(directory)
+    if config.architecture not in _MODELS:
+        raise SlipstreamError(
+            f"{directory / 'config.json'} names the architecture {config.architecture}",
+            expected=f"one of {', '.join(_MODELS)}",
+            do="use a target of a known architecture",
+        )
+    with torch.device(device):
+        model = _MODELS[config.architecture](config, dtype)
+    views = {_checkpoint_name(name): view for name, view in parameter_views(model).items()}
+    load_tensors(tensor_files(directory), views, alias=_tied_head(config), derived=_DERIVED)
+    return model.requires_grad_(False).eval()
+
+
+def _checkpoint_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _tied_head(config: ModelConfig) -> Mapping[str, str]:
+    return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+
+
+def parameter_views(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter under its checkpoint name; the parts of a `MergedLinear` as views of its rows."""
+    views: dict[str, torch.Tensor] = {}
+    for path, child in module.named_modules():
+        for name, parameter in child.named_parameters(prefix=path, recurse=False):
+            if isinstance(child, MergedLinear):
+                parent = path.rpartition(".")[0]
+                for part, rows in child.part_slices().items():
+                    views[".".join(filter(None, (parent, part, "weight")))] = parameter.data[rows]
+            else:
+                views[name] = parameter.data
+    return views
+
+
+def tensor_files(directory: Path) -> dict[str, list[str]]:
+    """File path -> tensor names in it. With an index, a shard that is missing or lacks a listed tensor is an error."""
+    index = directory / "model.safetensors.index.json"
+    listed: dict[str, list[str]] | None = None
+    paths = [directory / "model.safetensors"]
+    if index.is_file():
+        listed = {}
+        for name, file in json.loads(index.read_text())["weight_map"].items():
+            listed.setdefault(str(directory / file), []).append(name)
+        paths = [Path(path) for path in sorted(listed)]
+    files: dict[str, list[str]] = {}
+    for path in paths:
+        if not path.is_file():
+            raise SlipstreamError(
+                f"{path} does not exist",
+                expected="every file of the checkpoint",
+                do="copy or download the model directory again",
+            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                files[str(path)] = list(file.keys())
+        except SafetensorError as error:
+            raise SlipstreamError(
+                f"{path} ({path.stat().st_size:,} bytes) cannot be read: {error}",
+                expected="a whole safetensors file; a truncated copy looks like this",
+                do="copy or download this file again",
+            ) from error
+        absent = sorted(set(listed[str(path)]) - set(files[str(path)])) if listed else []
+        if absent:
+            raise SlipstreamError(
+                f"{path} lacks {len(absent)} tensors that {index.name} lists in it: {_some(absent)}",
+                expected="shards and index of one checkpoint",
+                do="copy or download the model directory again",
+            )
+    return files
+
+
+def load_tensors(
+    files: Mapping[str, list[str]],
+    views: Mapping[str, torch.Tensor],
+    *,
+    alias: Mapping[str, str] | None = None,
+    derived: re.Pattern[str] | None = None,
+) -> None:
+    """Copies every tensor of `files` into the view of its name, in place.
+
+    Args:
+        files: path -> names, from `tensor_files`.
+        views: checkpoint name -> tensor to fill.
+        alias: names that may repeat another tensor; the repeat must be equal.
+        derived: names that follow from the config and are passed over.
+
+    Raises SlipstreamError that lists what is missing, left over, misshaped or not a float tensor.
+    """
+    alias = alias or {}
+    missing = set(views)
+    faults: list[str] = []
+    repeats: list[tuple[str, torch.Tensor]] = []
+    for path, names in files.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                if derived is not None and derived.fullmatch(name):
+                    continue
+                if name not in views and name not in alias:
+                    faults.append(f"not used: {name} {file.get_slice(name).get_shape()}")
+                    continue
+                tensor = file.get_tensor(name)
+                view = views[alias.get(name, name)]
+                missing.discard(name)
+                if tensor.dtype not in _FLOATS:
+                    faults.append(f"not a float tensor: {name} is {tensor.dtype}")
+                elif tensor.shape != view.shape:
+                    faults.append(f"shape: {name} is {list(tensor.shape)}, the config says {list(view.shape)}")
+                elif name in alias:
+                    repeats.append((name, tensor))
+                else:
+                    view.copy_(tensor)
+    faults += [f"missing: {name} {list(views[name].shape)}" for name in sorted(missing)]
+    for name, tensor in repeats:
+        if not faults and not torch.equal(tensor.to(views[alias[name]].dtype), views[alias[name]].cpu()):
+            faults.append(f"{name} differs from {alias[name]}, to which the config ties it")
+    if faults:
+        raise SlipstreamError(
+            f"the checkpoint and the model differ in {len(faults)} tensors:\n    " + _some(faults, "\n    "),
+            expected="every tensor used, every parameter loaded",
+            do="check that config.json belongs to these files",
+            fault="F8",
+        )
+
+
+def _some(items: list[str], separator: str = ", ", limit: int = 20) -> str:
+    more = f"{separator}... and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(items[:limit]) + more

@@ -1,0 +1,124 @@
+"""Llama-family decoder: RMSNorm, rotary attention with grouped KV heads, SwiGLU."""
+
+import torch
+from torch import nn
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.kv_cache import KVCache, PagedKV
+from slipstream.engine.layers import GatedMLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.target import TargetOutput
+from slipstream.kernels.linear import linear
+from slipstream.kernels.paged_attention import AttentionRows, paged_attention, write_kv
+from slipstream.kernels.rotary import apply_rotary
+
+
+class LlamaAttention(nn.Module):
+    """Self-attention of one layer over its paged cache."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        parts = {
+            "q_proj": config.num_heads * config.head_dim,
+            "k_proj": config.num_kv_heads * config.head_dim,
+            "v_proj": config.num_kv_heads * config.head_dim,
+        }
+        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype=dtype)
+        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, dtype=dtype)
+
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, rows: AttentionRows
+    ) -> torch.Tensor:
+        """x [B, R, h]; cos, sin [B, R, d]; cache: this layer's -> [B, R, h]."""
+        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, R, h] -> [B, R, nq + 2 nkv, d]
+        rotated = apply_rotary(qkv[:, :, : self.num_heads + self.num_kv_heads], cos, sin)  # q and k in one go
+        q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)  # [B, R, nq, d], [B, R, nkv, d]
+        write_kv(k, qkv[:, :, self.num_heads + self.num_kv_heads :], cache, rows)
+        mixed = paged_attention(q, cache, rows, self.head_dim**-0.5)
+        return self.o_proj(mixed.flatten(2))  # [B, R, nq, d] -> [B, R, nq * d] -> [B, R, h]
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer on the pair (output of the block before, residual stream)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.self_attn = LlamaAttention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+
+class LlamaModel(nn.Module):
+    """A Llama-family target.
+
+    Args:
+        config: shapes and constants.
+        dtype: of the parameters; None is torch's default.
+
+    Parameters come uninitialised: `engine.loader` fills them. Their names are those of the Hugging Face checkpoint
+    without the leading `model.`, but for `qkv_proj` and `gate_up_proj`, which hold their parts stacked by rows.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding.from_pretrained(
+            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
+        )
+        self.layers = nn.ModuleList([LlamaLayer(config, dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+        self.rotary = RotaryEmbedding(config.head_dim, config.max_position, config.rope_theta, config.rope_scaling)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """One step for every row.
+
+        Args:
+            token_ids: [B, R] int64.
+            positions: [B, R] int64, absolute; -1 marks padding rows, whose keys go to the dummy block.
+            kv: where keys and values are written and read.
+            capture: slots to hand out; slot k is the residual stream after k layers.
+        """
+        rows = kv.rows(positions)
+        residual = self.embed_tokens(token_ids)  # [B, R] -> [B, R, h]
+        cos, sin = self.rotary(positions, residual.dtype)  # [B, R, d] each
+        states: dict[str, torch.Tensor] = {}
+        block_out: torch.Tensor | None = None  # of the layer before, not added to the residual stream yet
+        for k, layer in enumerate(self.layers):
+            if block_out is None:
+                x = layer.input_layernorm(residual)
+            else:
+                x, residual = layer.input_layernorm.add(block_out, residual)
+            if k in capture:
+                states[slot_name(k)] = residual
+            attention = layer.self_attn(x, cos, sin, kv.cache.layers[k], rows)
+            x, residual = layer.post_attention_layernorm.add(attention, residual)
+            block_out = layer.mlp(x)
+        last = residual if block_out is None else residual + block_out
+        if len(self.layers) in capture:
+            states[slot_name(len(self.layers))] = last
+        return TargetOutput(last, states)
+
+    def final_norm(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> what the head reads [..., h]."""
+        return self.norm(last)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, h]."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> [..., V]."""
+        return linear(self.final_norm(last), self.head_weight)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
+        """An empty cache of this model's shape."""
+        weight, c = self.embed_tokens.weight, self.config
+        return KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, weight.dtype, weight.device)

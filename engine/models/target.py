@@ -1,0 +1,40 @@
+"""What the runner asks of a target, whatever its architecture."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slipstream.engine.kv_cache import KVCache, PagedKV
+from slipstream.engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward pass of a target gives.
+
+    Args:
+        last: [B, R, h], slot N: the residual stream after the last layer, before the final norm.
+        states: slot name -> [B, R, h], the captured slots.
+    """
+
+    last: torch.Tensor
+    states: Mapping[str, torch.Tensor]
+
+
+class TargetModel(Protocol):
+    """A loaded target."""
+
+    config: ModelConfig
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """token_ids, positions [B, R] (-1 marks padding) -> states of those rows; keys and values go to `kv`."""
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> [..., V]: final norm, then head."""
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
+        """An empty cache of this model's shape, in its dtype, on its device."""
