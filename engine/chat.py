@@ -1,4 +1,4 @@
-"""Chats as token ids: the chat template, the loss mask, and a sample that a person can check by eye.
+"""Chats as token ids: the chat template and the loss mask.
 
 The assistant's marks (the ids that open an answer, the id that ends it) are read off the template itself by rendering
 probe chats. The loss mask is then found by scanning token ids for these marks: no string is ever tokenised a second
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich.markup import escape
 from transformers import AutoTokenizer
 
 from slipstream.engine.errors import SlipstreamError
@@ -68,14 +67,18 @@ class ChatTokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a generation: generation_config.json, else config.json, else the tokenizer's own."""
-        for name in ("generation_config.json", "config.json"):
+        """Ids that end a generation, as the engine reads them: config.json and generation_config.json together.
+
+        Only where neither names one, the tokenizer's own.
+        """
+        ids: list[int] = []
+        for name in ("config.json", "generation_config.json"):
             path = self.directory / name
             found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-            if found is not None:
-                return tuple(found) if isinstance(found, list) else (int(found),)
-        own = self.tokenizer.eos_token_id
-        return () if own is None else (int(own),)
+            ids += found if isinstance(found, list) else [] if found is None else [found]
+        if not ids and self.tokenizer.eos_token_id is not None:
+            ids.append(int(self.tokenizer.eos_token_id))
+        return tuple(dict.fromkeys(ids))
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -197,24 +200,6 @@ class ChatTokenizer:
             mask[start:stop] = True
         check_supervised(mask, token_ids, self)
         return mask
-
-    def coloured_sample(self, token_ids: Sequence[int], mask: torch.Tensor, max_tokens: int = 400) -> str:
-        """Decoded text with the supervised tokens highlighted, as rich markup, special tokens shown.
-
-        Args:
-            token_ids: T ids.
-            mask: [T] bool.
-            max_tokens: longer conversations are cut, and say so.
-        """
-        parts = []
-        for start, stop, on in mask_runs(mask[:max_tokens]):
-            text = escape(self.decode(token_ids[start:stop], skip_special_tokens=False))
-            # A backslash right before the closing tag would escape the tag.
-            text = text + " " if text.endswith("\\") else text
-            parts.append(f"[bold green]{text}[/bold green]" if on else f"[dim]{text}[/dim]")
-        if len(token_ids) > max_tokens:
-            parts.append(f"[dim] ... {len(token_ids) - max_tokens} tokens more[/dim]")
-        return "".join(parts)
 
 
 def check_supervised(mask: torch.Tensor, token_ids: Sequence[int], tokenizer: ChatTokenizer) -> None:

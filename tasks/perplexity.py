@@ -1,0 +1,40 @@
+"""Perplexity of a target on a fixed text of ours: one number that a wrong weight, rope or norm cannot leave alone."""
+
+import math
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+
+import torch
+
+from slipstream.engine.models import TargetModel
+from slipstream.engine.runner import capture_states
+
+LOGIT_ROWS = 128  # rows whose logits over the whole vocabulary exist at one time
+
+
+def fixed_text() -> str:
+    """The text that ships in `configs/`: plain English of several registers."""
+    return files("slipstream.configs").joinpath("perplexity.txt").read_text(encoding="utf-8")
+
+
+def perplexity(
+    target: TargetModel, token_ids: Sequence[int], progress: Callable[[int, int], None] | None = None
+) -> float:
+    """exp of the mean negative log-likelihood of tokens 1..T-1, each given all before it, through the engine's prefill.
+
+    Args:
+        target: a loaded target.
+        token_ids: T ids, T >= 2.
+        progress: called with (tokens done, tokens in all).
+    """
+    with torch.inference_mode():
+        _, last = capture_states(target, token_ids, ())  # [T, h]
+        labels = torch.tensor(list(token_ids[1:]), device=last.device)  # [T - 1]
+        total = 0.0
+        for start in range(0, len(labels), LOGIT_ROWS):
+            stop = min(start + LOGIT_ROWS, len(labels))
+            logits = target.logits(last[start:stop]).float()  # [rows, h] -> [rows, V]
+            total += float(torch.nn.functional.cross_entropy(logits, labels[start:stop], reduction="sum"))
+            if progress is not None:
+                progress(stop, len(labels))
+    return math.exp(total / len(labels))
