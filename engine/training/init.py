@@ -1,0 +1,132 @@
+"""The draft's first weights."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.drafts.eagle3.vocab import DraftVocab
+from slipstream.engine.errors import SlipstreamError
+
+METHODS = ("target", "random")
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """What training needs of the target.
+
+    Args:
+        embedding: [V, h].
+        final_norm: [h].
+        head: [V, h] (the embedding, where the two are tied).
+        last_layer: the last decoder layer, by its names in a Hugging Face checkpoint without the layer's prefix
+            ("self_attn.q_proj.weight", ...). May be empty; "target" init then starts the layer at random.
+    """
+
+    embedding: torch.Tensor
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    last_layer: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def from_dir(cls, directory: Path, num_layers: int) -> "TargetWeights":
+        """Read them from a Hugging Face directory of safetensors (Llama's tensor names)."""
+        prefix = f"model.layers.{num_layers - 1}."
+        wanted = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        index = directory / "model.safetensors.index.json"
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names or ["model.safetensors"]:
+            with safe_open(directory / name, framework="pt") as file:
+                keys = [k for k in file.keys() if k in wanted or k.startswith(prefix)]  # noqa: SIM118 (no dict)
+                tensors |= {k: file.get_tensor(k) for k in keys}
+        missing = [n for n in wanted[:2] if n not in tensors]
+        if missing:
+            raise SlipstreamError(
+                f"the target in {directory} has no {', '.join(missing)}",
+                expected="a Hugging Face checkpoint with Llama's tensor names",
+                do="check the resolve stage's output",
+            )
+        return cls(
+            embedding=tensors[wanted[0]],
+            final_norm=tensors[wanted[1]],
+            head=tensors.get(wanted[2], tensors[wanted[0]]),
+            last_layer={k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)},
+        )
+
+
+@torch.no_grad()
+def init_network(network: Eagle3Network, target: TargetWeights, vocab: DraftVocab, method: str, seed: int) -> None:
+    """Fill every parameter. The embedding is the target's, and frozen, whatever the method.
+
+    Args:
+        method: "random": linear layers as torch draws them, norms 1. "target": the head's rows of the draft
+            vocabulary, the final norm and the last decoder layer come from the target, and `fc` passes its last slot
+            on, so that the draft starts as the target's own last layer reading the last feature.
+        seed: of the drawn weights.
+
+    Raises SlipstreamError when the embedding's shape is not the draft's, or the method is not known.
+    """
+    config = network.config
+    if method not in METHODS:
+        raise SlipstreamError(f"draft.init is {method!r}", expected=" or ".join(METHODS), do="change draft.init")
+    if target.embedding.shape != network.embed_tokens.weight.shape:
+        raise SlipstreamError(
+            f"the target's embedding is {list(target.embedding.shape)}",
+            expected=f"{list(network.embed_tokens.weight.shape)}: the draft shares it",
+            do="make the draft's hidden_size and vocab_size the target's",
+        )
+    dtype = network.fc.weight.dtype
+    network.embed_tokens.weight = nn.Parameter(target.embedding.to(dtype), requires_grad=False)
+    network.d2t.copy_(vocab.d2t)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in network.named_parameters():
+        if name.endswith("norm.weight") or "fc_norm" in name:
+            parameter.fill_(1.0)
+        elif name != "embed_tokens.weight":
+            bound = parameter.shape[-1] ** -0.5  # torch's own rule for linear layers
+            parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
+    if method == "random":
+        return
+    network.lm_head.weight.copy_(target.head[vocab.target_ids])
+    network.norm.weight.copy_(target.final_norm)
+    width = config.target_hidden_size
+    if width == config.hidden_size:
+        network.fc.weight.mul_(_FC_NOISE)
+        network.fc.weight[:, -width:] += torch.eye(width, dtype=dtype)
+    _copy_last_layer(network, target.last_layer)
+
+
+# Share of torch's own scale kept on `fc` and on the embedding's half of q, k, v under "target" init.
+_FC_NOISE = 0.1
+_EMBEDDING_NOISE = 0.1
+
+
+def _copy_last_layer(network: Eagle3Network, layer: Mapping[str, torch.Tensor]) -> None:
+    """Copy what fits of the target's last layer; a part whose shape differs keeps its random start."""
+    own, hidden = network.midlayer, network.config.hidden_size
+    if "input_layernorm.weight" in layer:
+        _copy_if_same(own.hidden_norm.weight, layer["input_layernorm.weight"])
+    for name in ("post_attention_layernorm.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        if name in layer:
+            _copy_if_same(own.get_parameter(name), layer[name])
+    for rows, part in own.mlp.gate_up_proj.part_slices().items():
+        if f"mlp.{rows}.weight" in layer:
+            _copy_if_same(own.mlp.gate_up_proj.weight[part], layer[f"mlp.{rows}.weight"])
+    qkv = own.self_attn.qkv_proj
+    for rows, part in qkv.part_slices().items():
+        source = layer.get(f"self_attn.{rows}.weight")
+        # columns are [embedding; feature]: the target's layer read the feature's half
+        if source is not None and source.shape == qkv.weight[part, hidden:].shape:
+            qkv.weight[part, :hidden] *= _EMBEDDING_NOISE
+            qkv.weight[part, hidden:] = source.to(qkv.weight.dtype)
+
+
+def _copy_if_same(parameter: torch.Tensor, source: torch.Tensor) -> None:
+    if parameter.shape == source.shape:
+        parameter.copy_(source)

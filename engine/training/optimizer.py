@@ -1,0 +1,62 @@
+"""AdamW over fp32 masters of a network that computes in another dtype."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MasterAdamW:
+    """AdamW whose parameters are fp32 copies of the network's trained ones.
+
+    A bf16 weight keeps 8 bits: most updates are smaller than its last one and would be lost. So each step reads the
+    network's gradients, updates the masters, and rounds them back into the network.
+
+    Args:
+        network: its parameters with `requires_grad` are trained.
+        weight_decay: of matrices; vectors (norms) have none.
+        grad_clip_norm: bound of the gradient's 2-norm over all parameters.
+    """
+
+    BETAS = (0.9, 0.95)
+
+    def __init__(self, network: nn.Module, weight_decay: float, grad_clip_norm: float) -> None:
+        self._trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
+        self._clip = grad_clip_norm
+        self.masters = {n: p.detach().float().clone().requires_grad_() for n, p in self._trained.items()}
+        matrices = [p for p in self.masters.values() if p.dim() > 1]
+        vectors = [p for p in self.masters.values() if p.dim() <= 1]
+        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        # The rate is a tensor-free float, set before each step by `step`.
+        self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.BETAS, fused=True)
+
+    def step(self, learning_rate: float) -> float:
+        """Apply the network's gradients and clear them. Returns the gradient's norm before clipping."""
+        for name, parameter in self._trained.items():
+            gradient = parameter.grad
+            self.masters[name].grad = torch.zeros_like(self.masters[name]) if gradient is None else gradient.float()
+            parameter.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._clip)
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+        self._write_back()
+        return float(norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Masters and moments; plain tensors and numbers only."""
+        return {"masters": {n: p.detach() for n, p in self.masters.items()}, "adamw": self._adamw.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore both, and the network's rounded parameters with them."""
+        for name, master in self.masters.items():
+            master.copy_(state["masters"][name])
+        self._adamw.load_state_dict(state["adamw"])
+        self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        for name, parameter in self._trained.items():
+            parameter.copy_(self.masters[name])

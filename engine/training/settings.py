@@ -1,0 +1,72 @@
+"""How a draft is trained."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.engine.errors import SlipstreamError
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TrainingSettings:
+    """Args:
+        num_steps: unrolled steps K.
+        epochs: passes over the conversations; the run ends after them.
+        max_seconds: the run ends after this much training time too, whichever comes first; None for no limit.
+        learning_rate: at the end of warm-up.
+        warmup_fraction: share of the run over which the rate rises from 0; it then falls by a cosine to 0.
+        weight_decay: of matrices; norms have none.
+        grad_clip_norm: bound of the gradient's norm over all parameters.
+        batch_tokens: most tokens of a batch, padding included.
+        step_loss_decay: w_k = decay^(k-1).
+        seed: of the order of the conversations.
+        checkpoint_every_seconds: longest time of training that a kill can lose.
+        hits_every_steps: how often joint acceptance is measured on the batch at hand (it costs a pass of the target's
+            whole head).
+        dtype: of the network while it computes; masters and optimiser are fp32 always.
+
+    Raises SlipstreamError for values without meaning.
+    """
+
+    num_steps: int = 4
+    epochs: int = 4
+    max_seconds: float | None = None
+    learning_rate: float = 1e-3
+    warmup_fraction: float = 0.04
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 1.0
+    batch_tokens: int = 1024
+    step_loss_decay: float = 0.8
+    seed: int = 0
+    checkpoint_every_seconds: float = 30.0
+    hits_every_steps: int = 20
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("num_steps", "epochs", "learning_rate", "grad_clip_norm", "batch_tokens", "step_loss_decay"):
+            if getattr(self, name) <= 0:
+                raise SlipstreamError(
+                    f"training.{name} is {getattr(self, name)}", expected="above 0", do=f"change training.{name}"
+                )
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise SlipstreamError(
+                f"training.max_seconds is {self.max_seconds}", expected="above 0, or null", do="change it"
+            )
+        if self.dtype not in _DTYPES:
+            raise SlipstreamError(
+                f"training.dtype is {self.dtype!r}", expected=" or ".join(_DTYPES), do="change training.dtype"
+            )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+    def rate_at(self, fraction: float) -> float:
+        """Learning rate when `fraction` (0..1) of the run is done."""
+        if fraction < self.warmup_fraction:
+            return self.learning_rate * fraction / self.warmup_fraction
+        rest = (min(fraction, 1.0) - self.warmup_fraction) / max(1 - self.warmup_fraction, 1e-9)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * rest))

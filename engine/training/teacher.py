@@ -1,0 +1,41 @@
+"""The teacher: the target's distribution, from its stored last state."""
+
+import torch
+
+from slipstream.kernels.linear import linear
+from slipstream.kernels.rms_norm import rms_norm
+
+# Rows of full-vocabulary logits held at a time: 256 x 163,840 in fp32 is 168 MB.
+_ROWS_PER_CHUNK = 256
+
+
+class Teacher:
+    """The target's final norm and head.
+
+    Args:
+        final_norm: [ht] weight of the target's final norm.
+        head: [V, ht] weight of the target's head.
+        eps: of the final norm.
+        target_ids: [Vd] int64, the target id of each draft id.
+
+    States are pre-norm (slot N): the norm is applied here, once. Logits come in the states' dtype, as the engine's do.
+    """
+
+    def __init__(self, final_norm: torch.Tensor, head: torch.Tensor, eps: float, target_ids: torch.Tensor) -> None:
+        self.final_norm, self.head, self.eps = final_norm.detach(), head.detach(), eps
+        self.draft_head = self.head[target_ids]  # [V, ht] -> [Vd, ht]
+
+    @torch.no_grad()
+    def probabilities(self, states: torch.Tensor) -> torch.Tensor:
+        """States [M, ht] -> the target's softmax renormalised over the draft vocabulary, [M, Vd] fp32."""
+        return linear(self._norm(states), self.draft_head.to(states.dtype)).float().softmax(-1)
+
+    @torch.no_grad()
+    def argmax(self, states: torch.Tensor) -> torch.Tensor:
+        """States [M, ht] -> the target's greedy token over its whole vocabulary, [M] int64 (ties to the lowest id)."""
+        head = self.head.to(states.dtype)
+        chunks = [linear(self._norm(c), head).argmax(-1) for c in states.split(_ROWS_PER_CHUNK)]
+        return torch.cat(chunks) if chunks else states.new_zeros(0, dtype=torch.int64)
+
+    def _norm(self, states: torch.Tensor) -> torch.Tensor:
+        return rms_norm(states, self.final_norm.to(states.dtype), self.eps)

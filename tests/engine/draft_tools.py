@@ -1,0 +1,98 @@
+"""Tiny random drafts and conversations."""
+
+import torch
+
+from slipstream.engine.drafts.eagle3.config import Eagle3Config
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.drafts.eagle3.vocab import select_draft_vocab
+from slipstream.engine.training.data import Conversation
+from slipstream.engine.training.teacher import Teacher
+
+VOCAB, HIDDEN, SLOTS, LAYERS = 50, 16, (1, 2, 4), 6
+SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "rope_scaling": None,
+    "max_position": 64,
+    "vocab_size": VOCAB,
+    "draft_vocab_size": 30,
+    "target_hidden_size": HIDDEN,
+    "slots": SLOTS,
+    "target_num_layers": LAYERS,
+}
+
+
+def make_config(**changes: object) -> Eagle3Config:
+    return Eagle3Config(**{**SIZES, **changes})
+
+
+def make_network(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: object) -> Eagle3Network:
+    """Random weights, norm weights from [0.5, 2], and a random draft vocabulary; the embedding is frozen."""
+    network = Eagle3Network(make_config(**changes), dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.empty(parameter.shape).uniform_(0.5, 2.0, generator=generator))
+            else:
+                std = 1.0 if parameter is network.embed_tokens.weight else parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+    network.embed_tokens.weight.requires_grad_(False)
+    counts = torch.randint(0, 9, (VOCAB,), generator=generator)
+    network.d2t.copy_(select_draft_vocab(counts, network.config.draft_vocab_size).d2t)
+    return network
+
+
+def make_teacher(network: Eagle3Network, seed: int = 7) -> Teacher:
+    generator = torch.Generator().manual_seed(seed)
+    norm = torch.empty(HIDDEN).uniform_(0.5, 2.0, generator=generator)
+    head = torch.empty(VOCAB, HIDDEN).normal_(0.0, 0.5, generator=generator)
+    ids = network.to_target(torch.arange(network.config.draft_vocab_size))
+    return Teacher(norm, head, 1e-5, ids)
+
+
+def make_conversation(seed: int, length: int, answers: list[tuple[int, int]], teacher_start: int = 0) -> Conversation:
+    """Random tokens and states; `answers` are the [start, end) positions of the assistant's tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(length, dtype=torch.bool)
+    for start, end in answers:
+        mask[start:end] = True
+    return Conversation(
+        token_ids=torch.randint(0, VOCAB, (length,), generator=generator),
+        loss_mask=mask,
+        features=torch.randn(length, len(SLOTS) * HIDDEN, generator=generator),
+        teacher=torch.randn(length, HIDDEN, generator=generator)[teacher_start:],
+        teacher_start=teacher_start,
+    )
+
+
+def make_conversations() -> list[Conversation]:
+    """Of unlike lengths: one answer, two answers, one cut short, one whose teacher states start late."""
+    return [
+        make_conversation(1, 12, [(4, 12)]),
+        make_conversation(2, 15, [(3, 7), (10, 15)]),
+        make_conversation(3, 9, [(6, 8)]),
+        make_conversation(4, 17, [(8, 17)], teacher_start=8),
+    ]
+
+
+def hf_tensors(network: Eagle3Network, *, gradients: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters (or their gradients) under the Hugging Face EAGLE-3 names; frozen ones have no gradient."""
+    out = {}
+    for name, parameter in network.named_parameters():
+        if gradients and not parameter.requires_grad:
+            continue
+        tensor = parameter.grad if gradients else parameter.detach()
+        module = network.get_submodule(name.rpartition(".")[0])
+        if hasattr(module, "parts"):
+            stem = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
+            for part, rows in module.part_slices().items():
+                out[f"{stem}{part}.weight"] = tensor[rows].clone()
+        else:
+            out[name] = tensor.clone()
+    return out if gradients else {**out, "d2t": network.d2t.clone()}
