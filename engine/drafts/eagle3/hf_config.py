@@ -191,8 +191,8 @@ def check_for_launch(
         needed_by: what names `slots`, for the error.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError: F2 or F3 for slots, F17 for the target. A draft without slipstream.json proves neither and is
-    refused.
+    Raises SlipstreamError: F2 or F3 for slots, F17 for the target. A draft without slipstream.json proves neither:
+    it is refused.
     """
     record = read_record(directory)
     if record is None:

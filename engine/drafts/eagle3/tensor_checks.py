@@ -150,6 +150,6 @@ def _refuse(where: str, found: str, expected: str) -> None:
 
 
 def out_of_vocabulary_share(counts: torch.Tensor, d2t: torch.Tensor) -> float:
-    """Share of counted tokens that the draft can never propose: counts [V] by target token, not all 0; d2t [Vd] offsets."""
+    """Share of counted tokens that the draft cannot propose: counts [V] by target token (not all 0), d2t [Vd]."""
     ids = d2t + torch.arange(len(d2t))
     return 1.0 - int(counts[ids].sum()) / int(counts.sum())
