@@ -33,6 +33,13 @@ class TargetModel(Protocol):
     ) -> TargetOutput:
         """token_ids, positions [B, R] (-1 marks padding) -> states of those rows; keys and values go to `kv`."""
 
+    def final_norm(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> what the head reads, [..., h]."""
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, h]."""
+
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]: final norm, then head."""
 

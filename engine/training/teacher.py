@@ -26,6 +26,11 @@ class Teacher:
         self.draft_head = self.head[target_ids]  # [V, ht] -> [Vd, ht]
 
     @torch.no_grad()
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """States [M, ht] -> the target's logits over its whole vocabulary, [M, V] in the states' dtype."""
+        return linear(self._norm(states), self.head.to(states.dtype))
+
+    @torch.no_grad()
     def probabilities(self, states: torch.Tensor) -> torch.Tensor:
         """States [M, ht] -> the target's softmax renormalised over the draft vocabulary, [M, Vd] fp32."""
         return linear(self._norm(states), self.draft_head.to(states.dtype)).float().softmax(-1)
@@ -33,8 +38,7 @@ class Teacher:
     @torch.no_grad()
     def argmax(self, states: torch.Tensor) -> torch.Tensor:
         """States [M, ht] -> the target's greedy token over its whole vocabulary, [M] int64 (ties to the lowest id)."""
-        head = self.head.to(states.dtype)
-        chunks = [linear(self._norm(c), head).argmax(-1) for c in states.split(_ROWS_PER_CHUNK)]
+        chunks = [self.logits(c).argmax(-1) for c in states.split(_ROWS_PER_CHUNK)]
         return torch.cat(chunks) if chunks else states.new_zeros(0, dtype=torch.int64)
 
     def _norm(self, states: torch.Tensor) -> torch.Tensor:
