@@ -23,6 +23,9 @@ _MUL32_A = 0xED5AD4BB - 2**32
 _MUL32_B = 0xAC4C1B51 - 2**32
 _MUL32_C = 0x31848BAB
 
+# Noise is made this many values at a time (at least a row), so that the fp64 values stay in the cache.
+_NOISE_VALUES = 65536
+
 # Top-p looks at this many largest logits before it sorts a whole row (a sort costs ten times as much).
 _TOP_P_CANDIDATES = 1024
 # A cut-off closer than this to the wanted mass is left to the full sort, whose rounding is transformers' own.
@@ -127,17 +130,14 @@ def gumbel_noise(
         [B, R, V] fp32, within about (-3.14, 22.9); the column of an id does not depend on the other ids.
     """
     key = _mix64(_mix64(_mix64(seed)[:, None] + choice[:, None]) + positions)  # [B] -> [B, 1] -> [B, R]
-    low = _signed32(key).reshape(-1)  # [B, R] -> [B * R]
-    high = _signed32(key >> 32).reshape(-1)
+    low, high = _signed32(key).reshape(-1), _signed32(key >> 32).reshape(-1)  # [B, R] -> [B * R] each
     ids = _premix32(_signed32(token_ids))  # [V]
     out = torch.empty(*positions.shape, token_ids.shape[0], dtype=torch.float32, device=token_ids.device)
     flat = out.view(-1, token_ids.shape[0])  # [B, R, V] -> [B * R, V]
-    # One row at a time: a row's fp64 values stay in the cache.
-    for row in range(flat.shape[0]):
-        bits = _mix32(ids, low[row], high[row])
-        # The 2^32 midpoints of equal cells: exact in fp64 and never 0 or 1.
-        uniform = bits.double().mul_(2.0**-32).add_(0.5 + 2.0**-33)
-        flat[row] = uniform.log_().neg_().log_().neg_()
+    rows = max(1, _NOISE_VALUES // token_ids.shape[0])
+    for start in range(0, flat.shape[0], rows):
+        part = slice(start, start + rows)
+        flat[part] = _gumbel(_mix32(ids, low[part, None], high[part, None]))
     return out
 
 
@@ -311,9 +311,15 @@ def _premix32(ids: torch.Tensor) -> torch.Tensor:
 def _mix32(ids: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """Keyed bijection of premixed ids, so that two ids of a row never share a value.
 
-    Args: ids [V] int32; low, high: int32 scalars, the halves of the row's key. Returns: [V] int32.
+    Args: ids [V] int32; low, high [M, 1] int32, the halves of each row's key. Returns: [M, V] int32.
     """
     x = (ids ^ low).mul_(_MUL32_A)
     x.bitwise_xor_(_shift_right(x, 11)).add_(high).mul_(_MUL32_B)
     x.bitwise_xor_(_shift_right(x, 15)).mul_(_MUL32_C)
     return x.bitwise_xor_(_shift_right(x, 14))
+
+
+def _gumbel(bits: torch.Tensor) -> torch.Tensor:
+    """int32 -> fp32 of the same shape: -log(-log(u)), u the midpoint of one of 2^32 equal cells, never 0 or 1."""
+    uniform = bits.double().mul_(2.0**-32).add_(0.5 + 2.0**-33)  # exact
+    return uniform.log_().neg_().log_().neg_().float()
