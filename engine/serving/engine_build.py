@@ -1,0 +1,196 @@
+"""From directories to a warm engine, and what its effective settings are. Every check of a draft happens here, once."""
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Collection
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft
+from slipstream.engine.drafts.eagle3.hf_config import read_record
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
+from slipstream.engine.engine import Engine, Request
+from slipstream.engine.files import sha256_file
+from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
+from slipstream.engine.layers import Linear
+from slipstream.engine.loader import load_target
+from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.stats import EngineStats
+from slipstream.kernels.row_invariance import RowInvariance, probe
+
+EXACT = "speculation gives the very tokens that the target gives without it, bit for bit"
+BY_GAP = (
+    "this CPU changes a row's bits with the number of rows: with speculation a token may differ where the target's two "
+    "best logits are within rounding of each other"
+)
+
+
+def build_engine(
+    options: EngineOptions, phase: Callable[[str], None], skip: Collection[str] = ()
+) -> tuple[Engine, dict[str, Any]]:
+    """Loads, checks and warms up.
+
+    Args:
+        options: see there.
+        phase: told what is being done.
+        skip: faults whose checks are off.
+
+    Returns: (engine, effective settings as JSON).
+    Raises SlipstreamError: F2, F3, F8, F9, F14, F17 and whatever else is wrong with the directories.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    options.check()
+    config = options.engine_config()
+    phase("loading the target")
+    target = load_target(options.target, options.dtype)
+    phase("reading the target's fingerprint")
+    identity = TargetIdentity.from_dir(Path(options.target))
+    proposer = None
+    if options.draft is not None:
+        phase("loading the draft")
+        network = load_draft(
+            Path(options.draft), getattr(torch, options.dtype), target_embedding=target.embed_tokens.weight, skip=skip
+        )
+        check_draft_fits(Path(options.draft), network, target, identity, skip)
+        proposer = Eagle3Proposer(network.eval(), options.num_steps)
+    phase("allocating the KV cache")
+    engine = Engine(target, config, proposer, options.capture_slots)
+    phase("probing row invariance")
+    invariance = probe_model(target, proposer.network if proposer else None)
+    phase("warming up")
+    warm_up(engine)
+    return engine, effective_settings(options, engine, identity, invariance)
+
+
+def check_draft_fits(
+    directory: Path, network: Eagle3Network, target: LlamaModel, identity: TargetIdentity, skip: Collection[str] = ()
+) -> None:
+    """The draft was made for this very target. Raises SlipstreamError (F8 shapes, F17 other weights or tokenizer)."""
+    draft, model = network.config, target.config
+    pairs = {
+        "vocab_size": (draft.vocab_size, model.vocab_size),
+        "hidden_size": (draft.hidden_size, model.hidden_size),
+        "target_hidden_size": (draft.target_hidden_size, model.hidden_size),
+        "layers of the target": (draft.target_num_layers, model.num_layers),
+    }
+    differences = [Difference(name, a, b, "F8") for name, (a, b) in pairs.items() if a != b]
+    record = read_record(directory)
+    if record is not None:
+        differences += identity_differences(record.identity, identity)
+    refuse(
+        differences,
+        found_in=f"the draft {directory}",
+        expected_in="the target",
+        do="serve the target that the draft was trained on, or train a draft for this one",
+        skip=skip,
+    )
+
+
+def probe_model(target: LlamaModel, draft: Eagle3Network | None) -> RowInvariance:
+    """Whether this machine keeps a row's bits in every shape that the two networks use."""
+    weights = {tuple(target.head_weight.shape)}
+    for network in (target, draft):
+        modules = network.modules() if network is not None else []
+        weights |= {tuple(module.weight.shape) for module in modules if isinstance(module, Linear)}
+    shapes = sorted((int(rows), int(columns)) for rows, columns in weights)
+    model = target.config
+    return probe(
+        target.embed_tokens.weight.dtype, shapes, attention=(model.num_heads, model.num_kv_heads, model.head_dim)
+    )
+
+
+def warm_up(engine: Engine) -> None:
+    """One short answer, so that the first client does not pay for lazy set-up. Leaves no trace in the counters."""
+    room = engine.config.max_context_tokens
+    prompt = [token % engine.target.config.vocab_size for token in range(max(1, min(32, room // 2)))]
+    params = SamplingParams(
+        max_tokens=max(1, min(2 * engine.config.num_steps + 4, room - len(prompt))), ignore_eos=True
+    )
+    engine.add_request(Request("warm-up", prompt, params))
+    while engine.has_work:
+        engine.step()
+    engine.stats = EngineStats()
+
+
+def effective_settings(
+    options: EngineOptions, engine: Engine, identity: TargetIdentity, invariance: RowInvariance
+) -> dict[str, Any]:
+    """What is really in force, read from the engine rather than from what was asked."""
+    config, proposer = engine.config, engine.runner.proposer
+    draft: dict[str, Any] | None = None
+    if isinstance(proposer, Eagle3Proposer) and options.draft is not None:
+        draft = {
+            "directory": options.draft,
+            "fingerprint": directory_fingerprint(Path(options.draft)),
+            "draft_vocab_size": proposer.network.config.draft_vocab_size,
+            "max_context_tokens": proposer.network.config.max_position,
+        }
+    settings = {
+        "num_steps": proposer.num_steps if proposer else 0,
+        "verify_width": config.num_steps + 1,
+        "slots": [slot_name(slot) for slot in engine.runner.feature_plan.slots],
+        "captured_slots": [slot_name(slot) for slot in engine.runner.capture],
+        "dtype": str(engine.target.embed_tokens.weight.dtype).removeprefix("torch."),
+        "device": config.device,
+        "max_context_tokens": config.max_context_tokens,
+        "max_running_requests": config.max_running_requests,
+        "block_size_tokens": config.block_size_tokens,
+        "prefill_chunk_tokens": config.prefill_chunk_tokens,
+        "kv_blocks": config.total_blocks,
+        "threads": torch.get_num_threads(),
+        "target": {"directory": options.target, **identity.to_dict()},
+        "draft": draft,
+        "row_invariance": {
+            "invariant": invariance.invariant,
+            "detail": invariance.detail,
+            "promise": EXACT if invariance.invariant else BY_GAP,
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("slipstream", "torch", "transformers", "safetensors")},
+        },
+        "engine_pid": os.getpid(),
+    }
+    told = [settings[key] for key in ("num_steps", "dtype", "target", "draft")]
+    return {**settings, "fingerprint": f"slipstream-{_sha256(repr(told))[:12]}"}
+
+
+def directory_fingerprint(directory: Path) -> str:
+    """sha256 over names and contents of a directory's JSON and safetensors files."""
+    files = sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")])
+    return _sha256("\n".join(f"{file.name} {sha256_file(file)}" for file in files))
+
+
+def engine_stats(engine: Engine) -> dict[str, Any]:
+    """Counters since start as JSON. seconds: wall time by part of a step; acceptance: one entry for each K in force."""
+    stats, scheduler = engine.stats, engine.scheduler
+    return {
+        "running": len(scheduler.running) + len(scheduler.prefilling),
+        "waiting": len(scheduler.waiting),
+        "free_blocks": scheduler.blocks.num_free,
+        "total_blocks": scheduler.blocks.num_usable,
+        "steps": stats.steps,
+        "rounds": stats.rounds,
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "seconds": {
+            "prefill": stats.prefill_seconds,
+            "draft": stats.draft_seconds,
+            "verify": stats.verify_seconds,
+            "rest": stats.rest_seconds,
+        },
+        "acceptance": [counts.to_dict() for counts in stats.acceptance.values()],
+    }
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,52 @@
+"""What an engine process is told. Imports no torch: the front checks it before the engine process starts."""
+
+from dataclasses import dataclass
+
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.errors import SlipstreamError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine process is told: directories, K, and the sizes of `EngineConfig`.
+
+    draft: None at num_steps = 0. threads: of torch; None leaves its default. capture_slots: slots that traces hold
+    beside the draft's.
+    """
+
+    target: str
+    draft: str | None
+    num_steps: int
+    max_running_requests: int = 8
+    max_context_tokens: int = 1024
+    block_size_tokens: int = 16
+    prefill_chunk_tokens: int = 256
+    dtype: str = "bfloat16"
+    threads: int | None = None
+    capture_slots: tuple[int, ...] = ()
+
+    def engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            num_steps=self.num_steps,
+            max_running_requests=self.max_running_requests,
+            max_context_tokens=self.max_context_tokens,
+            block_size_tokens=self.block_size_tokens,
+            prefill_chunk_tokens=self.prefill_chunk_tokens,
+            dtype=self.dtype,
+        )
+
+    def check(self) -> None:
+        """Sizes that can work, and a draft exactly when K > 0: neither is ignored. Raises SlipstreamError."""
+        self.engine_config()
+        if self.num_steps > 0 and self.draft is None:
+            raise SlipstreamError(
+                f"num_steps is {self.num_steps}, but there is no draft",
+                expected="a draft directory for K > 0",
+                do="pass --draft DIR, or --num-steps 0 for no speculation",
+            )
+        if self.num_steps == 0 and self.draft is not None:
+            raise SlipstreamError(
+                f"a draft is given ({self.draft}), but num_steps is 0",
+                expected="no draft for K = 0",
+                do="pass --draft none, or --num-steps 1 or more",
+            )

@@ -1,0 +1,174 @@
+"""The engine's own process: loads, then loops over rounds, and speaks with the HTTP front through one socket.
+
+It is started by `main` and lives no longer than it: the socket's end, or the kernel's signal at the parent's death,
+ends it. SIGTERM to the whole group is left to the front, which lets running requests finish first.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.serving.protocol import (
+    Abort,
+    Channel,
+    Failed,
+    GetStats,
+    Phase,
+    Ready,
+    Refused,
+    Round,
+    Stats,
+    Stop,
+    Submit,
+    Tokens,
+    Traced,
+)
+
+EXIT_FAILED = 1
+LAST_WORDS_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+class Steppable(Protocol):
+    """What the loop needs of an engine (engine.engine.Engine has it)."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add_request(self, request: Any) -> None: ...
+
+    def abort(self, request_id: str) -> bool: ...
+
+    def step(self) -> list[Any]: ...
+
+
+class EngineLoop:
+    """Requests in, rounds out, until told to stop.
+
+    Args:
+        engine: runs the rounds.
+        channel: to the front.
+    """
+
+    def __init__(self, engine: Steppable, channel: Channel) -> None:
+        self._engine, self._channel = engine, channel
+        self._stopping = False
+
+    def run(self) -> None:
+        """Works until `Stop` came and nothing is left to do. Raises BrokenPipeError when the front is gone."""
+        while not self._stopping or self._engine.has_work:
+            for message in self._channel.receive(wait=not self._engine.has_work):
+                self._handle(message)
+            if self._engine.has_work:
+                self._step()
+        self._channel.flush(LAST_WORDS_SECONDS)
+
+    def _step(self) -> None:
+        from slipstream.engine.serving.trace_file import pack_trace
+
+        outputs = self._engine.step()
+        tokens = []
+        for output in outputs:
+            logprobs = output.logprobs
+            entries = None if logprobs is None else [(entry.logprob, entry.top) for entry in logprobs]
+            tokens.append(Tokens(output.request_id, output.new_token_ids, output.finish_reason, entries))
+        traces = [Traced(output.request_id, pack_trace(output.trace)) for output in outputs if output.trace is not None]
+        if tokens:
+            self._channel.send(Round(tokens), *traces)
+
+    def _handle(self, message: object) -> None:
+        from slipstream.engine.engine import Request
+        from slipstream.engine.serving.engine_build import engine_stats
+
+        match message:
+            case Submit(request_id, prompt_ids, params, trace):
+                try:
+                    self._engine.add_request(Request(request_id, prompt_ids, params, trace=trace))
+                except SlipstreamError as error:
+                    self._channel.send(Refused(request_id, f"{error.found}; expected {error.expected}"))
+            case Abort(request_id):
+                self._engine.abort(request_id)
+            case GetStats(ticket):
+                self._channel.send(Stats(ticket, engine_stats(self._engine)))  # type: ignore[arg-type]
+            case Stop():
+                self._stopping = True
+            case _:
+                raise TypeError(f"unknown message {message!r}")
+
+
+def start_engine_process(options: EngineOptions) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Starts the engine process. Returns it and the front's end of the socket.
+
+    To be called from the main thread: the kernel ends the child when the thread that started it ends.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-P", "-m", "slipstream.engine.serving.engine_process"]
+    arguments = [f"--socket={theirs.fileno()}", f"--parent={os.getpid()}", json.dumps(asdict(options))]
+    process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    theirs.close()
+    return process, ours
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent dies (Linux), also while it is busy loading."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we could ask
+        sys.exit(EXIT_FAILED)
+
+
+def main() -> None:
+    """Entry of the process: `python -P -m ... --socket=FD --parent=PID OPTIONS_JSON`."""
+    parser = argparse.ArgumentParser(prog="slipstream-engine")
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("options", type=json.loads)
+    arguments = parser.parse_args()
+    die_with(arguments.parent)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=arguments.socket))
+    try:
+        run(channel, arguments.options)
+    except BrokenPipeError:
+        print("slipstream engine: the HTTP front is gone; the engine ends", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+    except Exception as error:
+        if not isinstance(error, SlipstreamError):
+            traceback.print_exc()
+        reason = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+        try:
+            channel.send(Failed(reason))
+            channel.flush(LAST_WORDS_SECONDS)
+        except BrokenPipeError:
+            print(reason, file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+def run(channel: Channel, options: dict[str, Any]) -> None:
+    """Loads the engine and works until the front says stop."""
+    channel.send(Phase("importing torch"))
+    from slipstream.engine.serving.engine_build import build_engine
+
+    options = {**options, "capture_slots": tuple(options["capture_slots"])}
+    engine, settings = build_engine(EngineOptions(**options), lambda text: channel.send(Phase(text)))
+    # What is loaded stays for good: the collector need not walk over it in the middle of a round.
+    gc.collect()
+    gc.freeze()
+    channel.send(Ready(settings))
+    EngineLoop(engine, channel).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""`python -m slipstream.engine.serving.main`: an OpenAI-compatible server of one target and its draft.
+
+This process is the HTTP front; the engine runs in a child. Exit codes: 0 asked to stop, 1 could not start, 3 the engine
+died while serving.
+"""
+
+import argparse
+import asyncio
+import errno
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.serving.engine_process import start_engine_process
+
+EXIT_COULD_NOT_START = 1
+BACKLOG = 512
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Unknown flags are errors."""
+    parser = argparse.ArgumentParser(prog="slipstream.engine.serving.main", allow_abbrev=False)
+    parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
+    parser.add_argument("--draft", default="none", help="EAGLE-3 directory, or none")
+    parser.add_argument("--num-steps", type=int, default=0, help="K, drafts a round; 0 is no speculation")
+    parser.add_argument("--served-model-name", help="default: the name of the target's directory")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free port; the state file says which")
+    parser.add_argument("--state-file", type=Path, help="JSON: pid, port, phase; written at start and when ready")
+    parser.add_argument("--max-running-requests", type=int, default=8)
+    parser.add_argument("--max-context-tokens", type=int, default=1024, help="prompt + answer")
+    parser.add_argument("--block-size-tokens", type=int, default=16)
+    parser.add_argument("--prefill-chunk-tokens", type=int, default=256)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--threads", type=int, help="CPU threads of torch; default: its own choice")
+    parser.add_argument("--capture-slots", default="", help="comma-separated slots that traces hold beside the draft's")
+    parser.add_argument("--diagnostics", action="store_true", help="serve /slipstream/trace")
+    parser.add_argument("--shutdown-timeout-seconds", type=float, default=20.0, help="time for running requests to end")
+    return parser.parse_args(arguments)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that holds host:port, before anything slow is begun. Raises SlipstreamError when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # from now on a second server gets an error, and early clients wait
+    except OSError as error:
+        listener.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise SlipstreamError(
+            f"port {port} of {host} is taken" if taken else f"cannot listen on {host}:{port}: {error}",
+            expected="a free port" if taken else "an address of this machine and a port that we may use",
+            do="stop what holds it (`ss -ltnp` names it), or choose another port; 0 is any free one",
+            fault="F15" if taken else "",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def engine_options(options: argparse.Namespace) -> EngineOptions:
+    """The engine's part of the command line. Raises SlipstreamError for what is wrong before anything is loaded."""
+    try:
+        capture = tuple(int(slot) for slot in options.capture_slots.split(",") if slot)
+    except ValueError as error:
+        raise SlipstreamError(
+            f"--capture-slots is {options.capture_slots!r}", expected="numbers, as 2,15,27"
+        ) from error
+    result = EngineOptions(
+        target=str(Path(options.target).absolute()),
+        draft=None if options.draft == "none" else str(Path(options.draft).absolute()),
+        num_steps=options.num_steps,
+        max_running_requests=options.max_running_requests,
+        max_context_tokens=options.max_context_tokens,
+        block_size_tokens=options.block_size_tokens,
+        prefill_chunk_tokens=options.prefill_chunk_tokens,
+        dtype=options.dtype,
+        threads=options.threads,
+        capture_slots=capture,
+    )
+    result.check()
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Binds, starts the engine, serves. Returns the exit code."""
+    options = parse_arguments(arguments)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        listener = bind(options.host, options.port)
+        process, connection = start_engine_process(engine_options(options))
+    except SlipstreamError as error:
+        print(f"slipstream server: {error}", file=sys.stderr)
+        return EXIT_COULD_NOT_START
+    try:
+        from slipstream.engine.serving.front import serve  # slow: it loads while the engine does
+
+        return asyncio.run(serve(options, listener, connection, process))
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
