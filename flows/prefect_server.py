@@ -1,0 +1,110 @@
+"""Prefect's own server for the time of one run, with its database in the workdir.
+
+Prefect can start such a server by itself, but as our child in our process group: Ctrl-C in a terminal kills it first, and
+the flow then waits for minutes to tell it how it ended; after `kill -9` it stays and nobody knows it. Here it is started
+like any detached process of ours, with a state file, so that the next run finds and stops it.
+
+Nothing here imports prefect: the settings have to stand in the environment before that.
+"""
+
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.ports import free_port
+from slipstream.tasks.process import Detached, forget, read_record, start_detached, stop_group, tail
+
+HEALTHY_SECONDS = 120.0  # a new database takes 10 s on a busy machine, a loaded CI much longer
+STOP_SECONDS = 10.0
+STARTS = 3  # another process may take the free port before the server does
+SETTINGS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # two channels report to Prefect by default; both stay off
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_UI_ENABLED": "false",
+    "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
+}
+QUIET = {"PREFECT_LOGGING_LEVEL": "CRITICAL"}  # errors are shown by us, in words, not as tracebacks of the flow engine
+
+
+@contextmanager
+def prefect_server(workdir: Path) -> Iterator[str]:
+    """Makes a Prefect API available and yields its URL: that of PREFECT_API_URL where it is set, else our own server.
+
+    Raises SlipstreamError when the server does not become healthy.
+    """
+    home = workdir / "prefect"
+    for name, value in {**SETTINGS, **QUIET, "PREFECT_HOME": str(home.absolute())}.items():
+        os.environ.setdefault(name, value)
+    given = os.environ.get("PREFECT_API_URL")
+    if given:
+        yield given
+        return
+    stop_left_over(workdir)
+    server, url = _start(home)
+    # In the environment it outranks a .env or prefect.toml that happens to lie in the current directory.
+    os.environ["PREFECT_API_URL"] = url
+    try:
+        yield url
+    finally:
+        del os.environ["PREFECT_API_URL"]
+        stop_group(server.identity, drain_seconds=STOP_SECONDS)
+        forget(server.state_file)
+
+
+def stop_left_over(workdir: Path) -> bool:
+    """Stops the Prefect server of a run that was killed. Returns whether there was one."""
+    state_file = workdir / "prefect" / "server.state.json"
+    record = read_record(state_file)
+    if record is None:
+        return False
+    report = stop_group(record.identity, drain_seconds=STOP_SECONDS)
+    forget(state_file)
+    return bool(report.ended or report.killed)
+
+
+def _start(home: Path) -> tuple[Detached, str]:
+    log = home / "server.log"
+    for attempt in range(STARTS):
+        port = free_port()
+        server = start_detached(
+            [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
+            log=log,
+            state_file=home / "server.state.json",
+        )
+        url = f"http://127.0.0.1:{port}/api"
+        try:
+            if _becomes_healthy(server, url):
+                return server, url
+        except BaseException:
+            stop_group(server.identity, drain_seconds=STOP_SECONDS)
+            forget(server.state_file)
+            raise
+        stop_group(server.identity, drain_seconds=STOP_SECONDS)
+        forget(server.state_file)
+        if attempt == STARTS - 1:
+            break
+    raise SlipstreamError(
+        f"Prefect's server did not start; its last lines: {tail(log) or 'none'}",
+        expected=f"an answer to {url}/health within {HEALTHY_SECONDS:.0f} s",
+        do=f"read {log}; delete {home} if its database is damaged; or set PREFECT_API_URL to a server of your own",
+    )
+
+
+def _becomes_healthy(server: Detached, url: str) -> bool:
+    """Waits for the health check; False when the process ended or the time is up."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    deadline = time.monotonic() + HEALTHY_SECONDS
+    while server.exit_code() is None and time.monotonic() < deadline:
+        try:
+            with opener.open(f"{url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.1)
+    return False
