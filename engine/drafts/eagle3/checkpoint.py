@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.hf_config import CONFIG, DraftRecord, read_config, write_configs
@@ -61,7 +62,8 @@ def from_tensors(
         tensors: as `to_tensors` gives them; `layers.0.` is read as `midlayer.`.
         dtype: of the network's parameters.
         where: what is read, for errors.
-        target_embedding: [V, h]; taken where the tensors hold no `embed_tokens.weight`.
+        target_embedding: [V, h]; taken where the tensors hold no `embed_tokens.weight`, and shared where they hold the
+            same bits.
         skip: faults whose checks are off.
 
     Raises SlipstreamError: F8 for names and shapes, F9 for the draft vocabulary.
@@ -84,8 +86,10 @@ def from_tensors(
         for name, view in views.items():
             if name in tensors and tensors[name].shape == view.shape:
                 view.copy_(tensors[name])
-        if target_embedding is not None and "embed_tokens.weight" not in tensors:
-            network.embed_tokens.weight.copy_(target_embedding)
+    if target_embedding is not None:
+        shared = target_embedding.detach().to(dtype)
+        if "embed_tokens.weight" not in tensors or torch.equal(network.embed_tokens.weight, shared):
+            network.embed_tokens.weight = nn.Parameter(shared, requires_grad=False)
     return network
 
 
@@ -119,7 +123,9 @@ def save_draft(
             fault="F14",
         )
     tensors = to_tensors(network, dtype)
-    check_vocabulary(tensors, config.vocab_size, config.draft_vocab_size, where="the trained draft", skip=skip)
+    # t2d was made from d2t just now and proves nothing about it.
+    own = {name: tensors[name] for name in ("lm_head.weight", "d2t")}
+    check_vocabulary(own, config.vocab_size, config.draft_vocab_size, where="the trained draft", skip=skip)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomic(directory / WEIGHTS, save(tensors, metadata={"format": "pt"}))
     write_configs(directory, config, record, str(network.fc.weight.dtype if dtype is None else dtype).split(".")[-1])
@@ -139,7 +145,7 @@ def load_draft(
     Args:
         directory: see the head of this file.
         dtype: of the parameters; None is that of the file.
-        target_embedding: [V, h], for a draft that leaves its embedding to the target's.
+        target_embedding: [V, h], for a draft that leaves its embedding to the target's or holds a copy of it.
         slots, target_num_layers: for a draft without slipstream.json.
         skip: faults whose checks are off.
 

@@ -214,6 +214,17 @@ def test_a_draft_of_another_trainer(tmp_path):
     embedding = ours.embed_tokens.weight.detach()
     theirs = load_draft(tmp_path, slots=(2, 5, 7), target_num_layers=10, target_embedding=embedding)
     assert torch.equal(draft_step(ours), draft_step(theirs))
+    assert theirs.embed_tokens.weight.data_ptr() == embedding.data_ptr()
+
+
+def test_a_copy_of_the_targets_embedding_is_shared_and_another_one_kept(tmp_path):
+    ours = make_network()
+    save_draft(tmp_path, ours, RECORD)
+    embedding = ours.embed_tokens.weight.detach().clone()
+    assert load_draft(tmp_path, target_embedding=embedding).embed_tokens.weight.data_ptr() == embedding.data_ptr()
+    embedding[3, 4] += 1
+    kept = load_draft(tmp_path, target_embedding=embedding).embed_tokens.weight
+    assert torch.equal(kept, ours.embed_tokens.weight)
 
 
 def test_a_truncated_file_is_named(tmp_path):

@@ -1,0 +1,114 @@
+"""F7: the final norm missing, or applied twice, on the teacher's state. Caught before training, by logits."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.hidden_store import ConversationStates
+from slipstream.engine.runner import capture_states
+from slipstream.engine.teacher_check import check_teacher
+from slipstream.engine.training.data import Conversation, collate
+from slipstream.engine.training.loss import ttt_loss
+from slipstream.engine.training.teacher import Teacher
+
+SLOTS = (1, 2, 4)
+
+
+@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=str)
+def target(request, tiny, tmp_path_factory):
+    """Norm weights from [0.5, 2]: with weights of 1 a second norm would change nothing."""
+    return tiny.tiny_target(tmp_path_factory.mktemp("target"), dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def sample(target, tiny):
+    conversations = []
+    for index, ids in enumerate(tiny.prompts(3, seed=5, low=20, high=30)):
+        states, last = capture_states(target, ids, SLOTS)
+        mask = torch.arange(len(ids)) >= 8
+        tokens = torch.tensor(ids, dtype=torch.int32)
+        conversations.append(ConversationStates.from_capture(f"c{index}", "train", tokens, mask, states, last))
+    return conversations
+
+
+def teacher_of(target, network) -> Teacher:
+    ids = network.to_target(torch.arange(network.config.draft_vocab_size))
+    return Teacher(target.norm.weight, target.head_weight, target.config.rms_norm_eps, ids)
+
+
+def test_the_right_teacher_passes_with_equal_bits(target, tiny, sample):
+    teacher = teacher_of(target, tiny.tiny_draft(target))
+    for logits_of in (teacher.logits, target.logits):
+        report = check_teacher(target, sample, logits_of)
+        assert report.relative_error == 0.0
+        assert report.argmax_differences == 0
+        assert report.positions == sum(len(c.token_ids) - 8 for c in sample)
+
+
+def expect_f7(words, target, sample, logits_of):
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        check_teacher(target, sample, logits_of)
+    assert caught.value.fault == "F7"
+    assert "most likely tokens differ" in caught.value.found
+    report = check_teacher(target, sample, logits_of, skip={"F7"})  # unnoticed
+    assert report.relative_error > 0.1
+
+
+def test_norm_missing_where_logits_are_made(target, sample):
+    head = target.head_weight
+    expect_f7("the final norm is missing", target, sample, lambda states: states @ head.T)
+
+
+def test_norm_twice_where_logits_are_made(target, sample):
+    expect_f7("the final norm is applied twice", target, sample, lambda s: target.logits(target.final_norm(s)))
+
+
+def test_norm_twice_because_the_store_holds_the_normed_state(target, sample):
+    broken = [dataclasses.replace(c, teacher=target.final_norm(c.teacher)) for c in sample]
+    expect_f7("applied twice: the store holds slot N after it", target, broken, target.logits)
+
+
+def test_another_slot_stored_as_the_teacher(target, sample):
+    """The incident's suspicion: the last stored feature taken for the teacher."""
+    broken = [dataclasses.replace(c, teacher=c.slots["slot_2"][c.teacher_start :]) for c in sample]
+    expect_f7("the stored teacher is nearest to slot_2, not to slot_4", target, broken, target.logits)
+
+
+def test_another_head(target, sample):
+    head = target.head_weight.flip(0)
+    expect_f7("is not the target's", target, sample, lambda states: target.final_norm(states) @ head.T)
+
+
+def test_sampled_tokens_could_not_have_seen_it(target, sample):
+    """Why the check looks at logits: the tokens of the conversations are random, and no teacher predicts them."""
+    right = target.logits(sample[0].teacher).argmax(-1)[:-1]
+    wrong = (sample[0].teacher @ target.head_weight.T).argmax(-1)[:-1]
+    tokens = sample[0].token_ids[sample[0].teacher_start + 1 :]
+    assert (right == tokens).float().mean() < 0.2
+    assert (wrong == tokens).float().mean() < 0.2
+
+
+def test_training_on_the_wrong_teacher_is_silent(target, tiny, sample):
+    """Why the check exists: the loss is finite and gradients flow, whatever the norm."""
+    network = tiny.tiny_draft(target).requires_grad_(True)
+    teacher = teacher_of(target, network)
+    plan = network.config.plan
+    for norms in (0, 1):
+        batch = collate(
+            [
+                Conversation(
+                    c.token_ids.long(),
+                    c.loss_mask,
+                    plan.select(c.slots),
+                    target.final_norm(c.teacher) if norms else c.teacher,
+                    c.teacher_start,
+                )
+                for c in sample
+            ],
+            num_steps=2,
+        )
+        loss = ttt_loss(network, batch, teacher, 2, 0.8).total
+        loss.backward()
+        assert torch.isfinite(loss)
