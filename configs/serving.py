@@ -11,92 +11,104 @@ class Speculation(Section):
     """How far the draft runs ahead in a round."""
 
     num_steps: CountOrZero | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="Draft forward passes a round (K); 0: no speculation, `auto`: the fastest of 0..max_num_steps.",
     )
-    max_num_steps: PositiveInt = Field(5, description="Largest K that `auto` may choose.")
+    max_num_steps: PositiveInt = Field(default=5, description="Largest K that `auto` may choose.")
     verify_width: PositiveInt | None = Field(
-        None,
+        default=None,
         description="Rows that the target scores a round: always num_steps + 1; state it only to have it checked.",
     )
-    topk: PositiveInt = Field(1, description="Branches of the draft; 1 is a chain, the only form served here.")
+    topk: PositiveInt = Field(default=1, description="Branches of the draft; 1 is a chain, the only form served here.")
 
 
 class Server(Section):
     """The OpenAI-compatible server."""
 
-    engine: Literal["slipstream"] = Field("slipstream", description="Engine that serves.")
-    host: str = Field("127.0.0.1", min_length=1, description="Address that the server listens on.")
-    port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="TCP port; 0 is any free one.")
-    max_running_requests: PositiveInt = Field(8, description="Requests decoded at the same time; further ones wait.")
-    max_context_tokens: PositiveInt = Field(1024, description="Longest prompt + answer, in tokens.")
-    block_size_tokens: PositiveInt = Field(16, description="Positions of one block of the paged KV cache, in tokens.")
-    prefill_chunk_tokens: PositiveInt = Field(256, description="Longest piece of a prompt that one step computes.")
-    dtype: Dtype = Field("bfloat16", description="Type in which the target and the draft are served.")
-    after: Literal["stop", "keep"] = Field(
-        "stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
+    engine: Literal["slipstream"] = Field(default="slipstream", description="Engine that serves.")
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=0, description="TCP port; 0 is any free one.")
+    max_running_requests: PositiveInt = Field(
+        default=8, description="Requests decoded at the same time; further ones wait."
     )
-    startup_timeout_seconds: PositiveFloat = Field(180.0, description="Longest wait for a healthy server, in seconds.")
+    max_context_tokens: PositiveInt = Field(default=1024, description="Longest prompt + answer, in tokens.")
+    block_size_tokens: PositiveInt = Field(
+        default=16, description="Positions of one block of the paged KV cache, in tokens."
+    )
+    prefill_chunk_tokens: PositiveInt = Field(
+        default=256, description="Longest piece of a prompt that one step computes."
+    )
+    dtype: Dtype = Field(default="bfloat16", description="Type in which the target and the draft are served.")
+    after: Literal["stop", "keep"] = Field(
+        default="stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
+    )
+    startup_timeout_seconds: PositiveFloat = Field(
+        default=180.0, description="Longest wait for a healthy server, in seconds."
+    )
     shutdown_timeout_seconds: PositiveFloat = Field(
-        20.0, description="Wait for a polite end, in seconds, before the process group is killed."
+        default=20.0, description="Wait for a polite end, in seconds, before the process group is killed."
     )
 
 
 class Host(Section):
     """The machine and the folders that the pipeline uses on it."""
 
-    kind: Literal["local"] = Field("local", description="Where the stages run: `local` is this machine.")
+    kind: Literal["local"] = Field(default="local", description="Where the stages run: `local` is this machine.")
     workdir: LocalPath = Field(
-        "runs/default",
+        default="runs/default",
         validate_default=True,
         description="Directory of the stages' outputs and of the server's state file.",
     )
     cache_dir: LocalPath = Field(
-        "~/.cache/slipstream",
+        default="~/.cache/slipstream",
         validate_default=True,
         description="Directory of targets, shared by runs.",
     )
-    threads: PositiveInt | None = Field(None, description="CPU threads of torch; null is one for each available core.")
+    threads: PositiveInt | None = Field(
+        default=None, description="CPU threads of torch; null is one for each available core."
+    )
 
 
 class Benchmark(Section):
     """What is measured: the same prompts without and with speculation, interleaved."""
 
     prompts: str = Field(
-        "builtin-holdout",
+        default="builtin-holdout",
         description="A path of JSON lines of chats, or `builtin-holdout` for the held-out part of data.prompts.",
     )
-    num_prompts: PositiveInt = Field(16, description="Prompts of one measurement.")
-    max_new_tokens: PositiveInt = Field(128, description="Longest answer, in tokens.")
-    concurrency: PositiveInt = Field(1, description="Streams at the same time.")
-    pairs: PositiveInt = Field(3, description="Interleaved repeats of (no speculation, speculation).")
-    warmup_prompts: CountOrZero = Field(2, description="Prompts sent to each server before anything is measured.")
-    seed: Seed = Field(0, description="Seed of the order of the prompts and of the requests.")
+    num_prompts: PositiveInt = Field(default=16, description="Prompts of one measurement.")
+    max_new_tokens: PositiveInt = Field(default=128, description="Longest answer, in tokens.")
+    concurrency: PositiveInt = Field(default=1, description="Streams at the same time.")
+    pairs: PositiveInt = Field(default=3, description="Interleaved repeats of (no speculation, speculation).")
+    warmup_prompts: CountOrZero = Field(
+        default=2, description="Prompts sent to each server before anything is measured."
+    )
+    seed: Seed = Field(default=0, description="Seed of the order of the prompts and of the requests.")
 
 
 class Gates(Section):
     """What a run must reach; a gate that fails ends the run and says which term lost."""
 
     max_perplexity: PositiveFloat | None = Field(
-        None, description="Largest perplexity of the target on the fixed text (resolve); null is no bound."
+        default=None, description="Largest perplexity of the target on the fixed text (resolve); null is no bound."
     )
     max_argmax_difference: Fraction = Field(
-        0.005,
+        default=0.005,
         description="Largest share of positions whose argmax differs from that of transformers (parity).",
     )
     max_slot_error: PositiveFloat = Field(
-        0.1,
+        default=0.1,
         description="Largest error of a slot as a share of that to the second-nearest state (parity).",
     )
     max_tau_gap: PositiveFloat = Field(
-        0.1,
+        default=0.1,
         description="Largest gap of replayed tau - 1 to served tau - 1, as a share of the latter (benchmark).",
     )
     min_accept_length: Annotated[float, Field(ge=1.0)] | None = Field(
-        None, description="Smallest accept length served, bonus token included; null is no bound."
+        default=None, description="Smallest accept length served, bonus token included; null is no bound."
     )
     min_speedup: PositiveFloat = Field(
-        1.0,
+        default=1.0,
         description=(
             "Smallest speed of speculation as a multiple of no speculation; the gate fails when the whole confidence "
             "interval lies below."

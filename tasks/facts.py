@@ -154,16 +154,27 @@ def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, 
         recorded = read_json(manifest)
         stale = _other_target(recorded.get("config", {}), deployment)
         named = recorded.get("figures", {}).get("model_dir")
-        # A relative name is one inside the stage's own directory, which may have been moved as a whole.
-        directory = manifest.parent / named if named else None
-        if not stale and directory is not None and (directory / "config.json").is_file():
-            return directory, f"read from {directory / 'config.json'}", ""
+        # The working directory may have been moved as a whole since: look beside the manifest, too.
+        for directory in (Path(named or "none"), manifest.parent / "model"):
+            if not stale and (directory / "config.json").is_file():
+                return directory, f"read from {directory / 'config.json'}", ""
+    if target.kind == "pypi":
+        cached = _cached(deployment)
+        if cached is not None:
+            return cached, f"read from {cached / 'config.json'}, made by an earlier run", stale
     if target.kind == "local":
         directory = Path(target.source).expanduser()
         if (directory / "config.json").is_file():
             return directory, f"read from {directory / 'config.json'}", stale
         return None, f"unknown: {directory} holds no config.json", stale
     return None, "unknown until resolve has run", stale
+
+
+def _cached(deployment: "Deployment") -> Path | None:
+    """The directory that resolve made from the same wheel for another working directory."""
+    name = f"{deployment.target.expected_sha256}-{deployment.target.dtype}-v*"
+    found = sorted((deployment.host.cache_dir / "targets").glob(name))
+    return next((path for path in reversed(found) if (path / "config.json").is_file()), None)
 
 
 def _other_target(recorded: Mapping[str, Any], deployment: "Deployment") -> str:

@@ -1,0 +1,221 @@
+"""The command line `slipstream`.
+
+Exit codes: 0 done; 1 an error; 2 a deployment that cannot be read or contradicts itself, or a wrong command line;
+3 a gate or the parity check failed; 130 interrupted.
+
+Only what a command needs is imported, inside the command: `--help` answers at once, and `serve` and `stage` work where
+neither Prefect nor fabric is installed.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from slipstream.engine.errors import SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.tasks.reporting import Reporter
+    from slipstream.tasks.stage import StageResult
+
+app = typer.Typer(
+    name="slipstream",
+    help="EAGLE-3 speculative decoding, from hidden states to a benchmarked server, with every hand-over checked.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The deployment file (YAML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=2; repeatable."),
+]
+Workdir = Annotated[
+    Path | None, typer.Option("--workdir", help="Directory of the stages' outputs; default: host.workdir of CONFIG.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+Force = Annotated[bool, typer.Option("--force", help="Repeat what is already done.")]
+
+
+@app.command()
+def plan(config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False) -> None:
+    """Show what a run would do, what is derived, what is wrong and what it costs. Starts and writes nothing.
+
+    Ends with exit code 2 on any contradiction.
+    """
+    from slipstream.flows import plan as planning
+
+    made = planning.make_plan(config, overrides or (), workdir=workdir)
+    if as_json:
+        print(json.dumps(planning.as_dict(made), indent=2, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        from slipstream.flows.plan_tables import show
+
+        show(made, Console())
+    if made.errors:
+        raise typer.Exit(2)
+
+
+@app.command()
+def run(config: Config, overrides: Overrides = None) -> None:
+    """Run the whole lifecycle: from a package to a benchmarked speculative server and back to a clean machine.
+
+    Unchanged stages are skipped; a run that was killed is taken up where it stopped.
+    """
+    from rich.console import Console
+
+    from slipstream.flows.plan import make_plan
+    from slipstream.flows.plan_tables import show_findings
+    from slipstream.tasks.checks import refuse
+
+    console = Console()
+    made = make_plan(config, overrides or ())
+    refuse(made.findings)
+    show_findings(made, console)
+    try:
+        from slipstream.flows.run import run_lifecycle
+    except ModuleNotFoundError as error:
+        raise SlipstreamError(
+            f"`slipstream run` needs the package {error.name}, which is not installed",
+            expected="Slipstream with its flows",
+            do="pip install 'slipstream[flows]'; `slipstream stage NAME` runs single stages without it",
+        ) from None
+    run_lifecycle(config, overrides or (), console)
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the stage, such as extract.")],
+    config: Config,
+    overrides: Overrides = None,
+    workdir: Workdir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Progress as JSON lines, for programs.")] = False,
+    force: Force = False,
+) -> None:
+    """Run one stage by hand. What it reads must be done; what is already done is skipped."""
+    _run_stages((name,), config, overrides, workdir, as_json=as_json, force=force)
+
+
+@app.command()
+def parity(
+    config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False, force: Force = False
+) -> None:
+    """Compare the served engine with transformers and with the independent reference of the draft."""
+    _run_stages(("parity",), config, overrides, workdir, as_json=as_json, force=force)
+
+
+@app.command()
+def bench(
+    config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False, force: Force = False
+) -> None:
+    """Measure no speculation and speculation on the same prompts, interleaved. Needs a finished draft."""
+    _run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, as_json=as_json, force=force)
+
+
+@app.command()
+def report(config: Config, overrides: Overrides = None, workdir: Workdir = None, force: Force = False) -> None:
+    """Write the report of the finished stages and print the path of its page."""
+    results = _run_stages(("report",), config, overrides, workdir, as_json=False, force=force)
+    print(results[-1].dir / "report.html")
+
+
+@app.command()
+def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False) -> None:
+    """Stop what a run of this deployment started and left, by its state file; nothing else is touched."""
+    _run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
+
+
+@app.command()
+def schema(
+    out: Annotated[Path | None, typer.Option("--out", help="Write to this file instead of standard output.")] = None,
+) -> None:
+    """Write the JSON schema of a deployment file, for editors and for reading."""
+    from slipstream.configs.schema import Deployment
+
+    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Deployment.model_json_schema()}
+    text = json.dumps(made, indent=2, ensure_ascii=False)
+    if out is None:
+        print(text)
+    else:
+        out.write_text(text + "\n", encoding="utf-8")
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+def serve(context: typer.Context) -> None:
+    """Serve a target, with or without a draft, over the OpenAI protocol (`slipstream serve --help` for options)."""
+    from slipstream.engine.serving.main import main as serve_main
+
+    raise typer.Exit(serve_main(context.args))
+
+
+def _run_stages(
+    names: tuple[str, ...],
+    config: Path,
+    overrides: list[str] | None,
+    workdir: Path | None,
+    *,
+    as_json: bool,
+    force: bool,
+) -> "list[StageResult]":
+    """Runs stages one after the other on this machine, without Prefect."""
+    from slipstream.configs.load import load
+    from slipstream.tasks.registry import get_stage
+    from slipstream.tasks.stage import run_stage
+
+    deployment = load(config, overrides or ()).deployment
+    directory = deployment.host.workdir if workdir is None else workdir
+    stages = [get_stage(name) for name in names]
+    with _reporter(as_json) as reporter:
+        return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
+
+
+@contextmanager
+def _reporter(as_json: bool) -> "Iterator[Reporter]":
+    """JSON lines for programs, bars for a person."""
+    if as_json:
+        from slipstream.tasks.reporting import JsonLinesReporter
+
+        yield JsonLinesReporter(sys.stdout)
+        return
+    from slipstream.flows.progress import RichReporter
+
+    with RichReporter() as reporter:
+        yield reporter
+
+
+def show_error(error: SlipstreamError) -> None:
+    """Prints an error that we expected, on standard error, for a person to act on."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True).print(Text.assemble(("error ", "bold red"), str(error)), soft_wrap=True)
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        app()
+    except SlipstreamError as error:
+        show_error(error)
+        sys.exit(getattr(error, "exit_code", 1))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as with `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

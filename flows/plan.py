@@ -1,0 +1,294 @@
+"""The plan of a deployment: what would happen, what is derived, what is wrong, what it costs. Starts nothing."""
+
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from slipstream.configs.load import Loaded, known_fields, load
+from slipstream.engine.capture import slot_name
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks import derived
+from slipstream.tasks.checks import Facts, Finding, find, gather
+from slipstream.tasks.checks_machine import disk_needed, existing_parent, human_bytes
+from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
+from slipstream.tasks.registry import all_stages
+from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of the deployment: dotted key, value, and where it came from."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One value that follows from others: name, value as text, and how it follows."""
+
+    name: str
+    value: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of one deployment.
+
+    Args:
+        loaded: the deployment with the origin of each value.
+        facts: what was found on the machine.
+        statuses: each stage as done or needed, and why.
+        findings: contradictions and warnings.
+        costs: stage -> estimate.
+        tokens: tokens of the conversations, None while the prompts cannot be read.
+    """
+
+    loaded: Loaded
+    facts: Facts
+    statuses: tuple[StageStatus, ...]
+    findings: tuple[Finding, ...]
+    costs: Mapping[str, Cost]
+    tokens: Tokens | None
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def needed(self) -> tuple[str, ...]:
+        """Names of the stages that a run would repeat."""
+        return tuple(status.name for status in self.statuses if status.state == "needed")
+
+
+def make_plan(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    workdir: Path | None = None,
+    stages: Sequence[Stage] | None = None,
+    environ: Mapping[str, str] | None = None,
+    skip: Collection[str] = (),
+) -> Plan:
+    """Plans a deployment.
+
+    Args:
+        path: the deployment file.
+        overrides: as given to `--set`.
+        workdir: directory of the stages' outputs; None is the deployment's.
+        stages: the lifecycle; None is all of it.
+        environ: the environment; None is that of this process.
+        skip: ids of checks to leave out (for tests).
+
+    Raises SlipstreamError when the deployment or something left by an earlier run cannot be read.
+    """
+    loaded = load(path, overrides, environ)
+    deployment = loaded.deployment
+    workdir = deployment.host.workdir if workdir is None else workdir
+    statuses: tuple[StageStatus, ...] = ()
+    unreadable = None
+    try:
+        statuses = tuple(pipeline_status(all_stages() if stages is None else stages, deployment, workdir))
+    except (SlipstreamError, OSError) as error:  # a file that a stage reads is missing; mostly a check names it better
+        unreadable = error
+    remade = frozenset(status.name for status in statuses if status.state == "needed")
+    facts = gather(deployment, workdir, loaded.provenance, remade)
+    findings = find(facts, skip)
+    if unreadable is not None and not any(finding.severity == "error" for finding in findings):
+        findings.append(_unreadable(unreadable))
+    return Plan(loaded, facts, statuses, tuple(findings), costs(facts), count_tokens(facts))
+
+
+def _unreadable(error: SlipstreamError | OSError) -> Finding:
+    if isinstance(error, SlipstreamError):
+        return Finding("stages", error.found, error.expected, (error.do,) if error.do else (), error.fault)
+    return Finding("stages", f"{error.filename}: {error.strerror}", "readable inputs of the stages", ())
+
+
+def values(plan: Plan) -> list[Value]:
+    """Every value of the deployment, in the order of the schema."""
+    result = []
+    for key, _ in known_fields():
+        section, field = key.split(".")
+        value = getattr(getattr(plan.loaded.deployment, section), field)
+        result.append(Value(key, value, str(plan.loaded.provenance[key])))
+    return result
+
+
+def derived_values(plan: Plan) -> list[Derived]:
+    """Every value that follows from the deployment and the target; nothing is guessed where the target is unknown."""
+    facts, deployment = plan.facts, plan.loaded.deployment
+    rows = [Derived("target", _target_words(facts), facts.target_words)]
+    speculation = deployment.speculation
+    if speculation.num_steps == "auto":
+        tried = [*range(speculation.max_num_steps + 1)]
+        rows.append(Derived("num_steps (K)", " ".join(map(str, tried)), "auto: the fastest as measured is served"))
+        rows.append(Derived("verify width", " ".join(str(k + 1) for k in tried), "num_steps + 1 rows a round"))
+    else:
+        tried = [speculation.num_steps]
+        rows.append(Derived("verify width", str(speculation.num_steps + 1), "num_steps + 1 rows a round"))
+    rows.append(Derived("accept length", f"1 to {tried[-1] + 1}", "floor and ceiling K + 1, the bonus token included"))
+    rows.append(Derived("draft positions", f"{facts.draft_positions} tokens", _draft_positions_words(facts)))
+    expected_sha256 = deployment.target.expected_sha256
+    if deployment.target.kind == "pypi" and expected_sha256 is not None:
+        how = "target.sha256" if deployment.target.sha256 else "the pin of the embedded default"
+        rows.append(Derived("wheel sha256", expected_sha256, how))
+    rows += _of_target(plan)
+    if plan.tokens is not None:
+        how = "counted in the store" if plan.tokens.measured else "estimate from the prompts' length and max_new_tokens"
+        words = f"{plan.tokens.conversations} with about {plan.tokens.total} tokens"
+        rows.append(Derived("conversations", words, how))
+    return rows
+
+
+def _of_target(plan: Plan) -> list[Derived]:
+    """What needs the target's shapes."""
+    facts, deployment = plan.facts, plan.loaded.deployment
+    target, slots = facts.target, facts.slots
+    if target is None or not slots:
+        unknown = "unknown until resolve"
+        how = "needs the target's config.json"
+        names = ("capture slots", "hidden-state store", "KV cache", "draft parameters")
+        if slots:  # stated in the deployment: the names do not wait for the target, other engines' ids do
+            named = Derived("capture slots", _slot_words(slots), f"their ids in other engines are {unknown}")
+            return [named, *(Derived(name, unknown, how) for name in names[1:])]
+        return [Derived(name, unknown, how) for name in names]
+    rows = [
+        Derived(
+            "capture slots",
+            _slot_words(slots),
+            f"states after that many of {target.num_layers} layers; teacher {slot_name(target.num_layers)}",
+        )
+    ]
+    try:
+        draft = derived.draft_config(deployment, target, slots)
+    except SlipstreamError:
+        return rows  # the checks say what is wrong with it
+    for engine, ids in derived.ids_for_engines(draft, target).items():
+        rows.append(Derived(f"slots for {engine}", ids, "layer ids that make it capture the same states"))
+    dtype = deployment.target.dtype
+    answer, other = derived.store_bytes_per_token(len(slots), target.hidden_size, dtype)
+    rows.append(
+        Derived(
+            "hidden-state store",
+            f"{answer} bytes a token of an answer, {other} elsewhere",
+            f"({len(slots)} slots + teacher) x {target.hidden_size} x {derived.BYTES[dtype]} bytes, no teacher "
+            f"elsewhere, and {derived.TOKEN_ID_AND_MASK_BYTES} of token id and mask",
+        )
+    )
+    served = deployment.server.dtype
+    kv = derived.kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, served)
+    draft_kv = derived.kv_bytes_per_token(1, draft.num_kv_heads, draft.head_dim, served)
+    rows.append(
+        Derived("KV cache", f"{kv} bytes a token, draft {draft_kv}", "2 x layers x KV heads x head size x bytes")
+    )
+    rows.append(
+        Derived(
+            "draft parameters",
+            f"{derived.trained_parameters(draft):,} trained, {derived.embedding_parameters(draft):,} of the embedding",
+            f"one layer over {draft.feature_size} features, head of {draft.draft_vocab_size} tokens",
+        )
+    )
+    return rows
+
+
+def _slot_words(slots: Sequence[int]) -> str:
+    return ", ".join(slot_name(slot) for slot in slots)
+
+
+def _target_words(facts: Facts) -> str:
+    target = facts.target
+    if target is None:
+        return "unknown until resolve"
+    parameters = derived.target_parameters(target)
+    return (
+        f"{target.architecture}: {target.num_layers} layers x {target.hidden_size}, vocabulary {target.vocab_size}, "
+        f"{target.max_position} positions, {parameters / 1e6:.0f} M parameters"
+    )
+
+
+def _draft_positions_words(facts: Facts) -> str:
+    stated = facts.deployment.draft.max_context_tokens is not None
+    return "draft.max_context_tokens" if stated else "server.max_context_tokens, since draft.max_context_tokens is null"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Need and supply of one disk or of the memory, in bytes. `needed` is None while the target is unknown."""
+
+    what: str
+    needed: int | None
+    free: int
+
+
+def room(plan: Plan) -> list[Room]:
+    """Disk and memory: what the coming run needs against what is there."""
+    known = any(plan.costs[name].disk_bytes for name in plan.needed if name in plan.costs) or not plan.needed
+    by_device: dict[int, tuple[Path, int]] = {}
+    for path, needed in disk_needed(plan.facts).items():
+        place = existing_parent(path)
+        device = place.stat().st_dev
+        by_device[device] = (place, by_device.get(device, (place, 0))[1] + needed)
+    most = max((plan.costs[name].memory_bytes for name in plan.needed if name in plan.costs), default=0)
+    disks = [
+        Room(f"disk of {place}", needed if known else None, shutil.disk_usage(place).free)
+        for place, needed in by_device.values()
+    ]
+    return [*disks, Room("memory, largest stage", most if known else None, psutil.virtual_memory().available)]
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """The plan as JSON values, for programs."""
+    return {
+        "values": [{"key": v.key, "value": _json(v.value), "origin": v.origin} for v in values(plan)],
+        "derived": [{"name": d.name, "value": d.value, "how": d.how} for d in derived_values(plan)],
+        "stages": [
+            {
+                "name": s.name,
+                "state": s.state,
+                "why": s.why,
+                "resumable": s.resumable,
+                **_cost_dict(plan.costs.get(s.name)),
+            }
+            for s in plan.statuses
+        ],
+        "room": [{"what": r.what, "needed_bytes": r.needed, "free_bytes": r.free} for r in room(plan)],
+        "findings": [asdict(finding) for finding in plan.findings],
+    }
+
+
+def _cost_dict(cost: Cost | None) -> dict[str, Any]:
+    if cost is None:
+        return {"seconds": None, "seconds_measured": False, "disk_bytes": None, "memory_bytes": None}
+    return {
+        "seconds": cost.seconds,
+        "seconds_measured": cost.measured,
+        "disk_bytes": cost.disk_bytes,
+        "memory_bytes": cost.memory_bytes,
+    }
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+__all__ = [
+    "Derived",
+    "Plan",
+    "Room",
+    "Value",
+    "as_dict",
+    "derived_values",
+    "human_bytes",
+    "make_plan",
+    "room",
+    "values",
+]

@@ -1,0 +1,116 @@
+"""The plan as tables for people."""
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.flows.plan import Plan, derived_values, human_bytes, room, values
+from slipstream.tasks.estimates import Cost
+
+
+def show(plan: Plan, console: Console) -> None:
+    """Prints the whole plan: values, derived values, stages, room, and at the end what is wrong."""
+    for table in (_values(plan), _derived(plan), _stages(plan), _room(plan)):
+        console.print(table)
+        console.print()
+    show_findings(plan, console)
+
+
+def show_findings(plan: Plan, console: Console) -> None:
+    """Prints warnings and contradictions, each with the ways to agree."""
+    for finding in sorted(plan.findings, key=lambda f: f.severity == "error"):
+        colour, title = ("red", "contradiction") if finding.severity == "error" else ("yellow", "warning")
+        console.print(Text.assemble((f"{title} ", f"bold {colour}"), str(finding)), soft_wrap=True)
+    if plan.errors:
+        number = len(plan.errors)
+        console.print(Text(f"{number} contradiction{'s' if number > 1 else ''}: nothing would be run", "bold red"))
+    else:
+        runs = ", ".join(plan.needed) or "nothing"
+        console.print(Text.assemble(("no contradiction", "bold green"), f"; a run would do: {runs}"), soft_wrap=True)
+
+
+def seconds_words(cost: Cost | None) -> str:
+    """`about 2 min (estimate)` or `12 s (last time)`."""
+    if cost is None or cost.seconds is None:
+        return "unknown"
+    seconds = cost.seconds
+    words = (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
+    return f"{words} (last time)" if cost.measured else f"about {words} (estimate)"
+
+
+def _values(plan: Plan) -> Table:
+    table = _table("Values", "key", "value", "from")
+    section = ""
+    for value in values(plan):
+        here = value.key.split(".")[0]
+        if section not in ("", here):
+            table.add_section()
+        section = here
+        shown = value.value
+        text = "null" if shown is None else str(list(shown) if isinstance(shown, tuple) else shown)
+        table.add_row(
+            value.key, Text(text, overflow="fold"), Text(value.origin, "dim" if value.origin == "default" else "")
+        )
+    return table
+
+
+def _derived(plan: Plan) -> Table:
+    table = _table("Derived", "what", "value", "how")
+    for row in derived_values(plan):
+        table.add_row(row.name, Text(row.value, overflow="fold"), Text(row.how, "dim"))
+    return table
+
+
+def _stages(plan: Plan) -> Table:
+    table = _table("Stages", "stage", "state", "why", "time", "disk", "memory")
+    for status in plan.statuses:
+        cost = plan.costs.get(status.name)
+        needed = status.state == "needed"
+        why = f"{status.why}; resumes where it stopped" if needed and status.resumable else status.why
+        table.add_row(
+            status.name,
+            Text(status.state, "bold" if needed else "green"),
+            Text(why, overflow="fold"),
+            seconds_words(cost) if needed else "-",
+            _bytes(cost.disk_bytes if cost else None) if needed else "-",
+            _bytes(cost.memory_bytes if cost else None) if needed else "-",
+        )
+    known = [plan.costs[name].seconds or 0.0 for name in plan.needed if name in plan.costs]
+    if known:
+        table.add_section()
+        table.add_row("together", "", "", seconds_words(Cost(sum(known), 0, 0)), "", "")
+    return table
+
+
+def _room(plan: Plan) -> Table:
+    table = _table("Room", "what", "needed (estimate)", "free")
+    for row in room(plan):
+        needed = "unknown until resolve" if row.needed is None else human_bytes(row.needed)
+        short = row.needed is not None and row.needed > row.free
+        table.add_row(row.what, needed, Text(human_bytes(row.free), "red" if short else ""))
+    return table
+
+
+def _bytes(number: int | None) -> str:
+    return "unknown" if number is None else human_bytes(number)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="dim",
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
