@@ -35,8 +35,13 @@ def load_target(directory: str | Path, dtype: torch.dtype | str, device: torch.d
             expected=f"one of {', '.join(_MODELS)}",
             do="use a target of a known architecture",
         )
-    with torch.device(device):
-        model = _MODELS[config.architecture](config, dtype)
+    try:
+        with torch.device(device):
+            model = _MODELS[config.architecture](config, dtype)
+    except ValueError as error:  # a layer has no such form
+        raise SlipstreamError(
+            f"{directory / 'config.json'}: {error}", expected="what the layers know", do="use another target"
+        ) from error
     views = {_checkpoint_name(name): view for name, view in parameter_views(model).items()}
     load_tensors(tensor_files(directory), views, alias=_tied_head(config), derived=_DERIVED)
     return model.requires_grad_(False).eval()

@@ -31,3 +31,9 @@ def reference() -> ModuleType:
 def draft_tools() -> ModuleType:
     """tests/engine/draft_tools.py."""
     return _load(_TESTS / "engine" / "draft_tools.py")
+
+
+@pytest.fixture(scope="session")
+def tiny() -> ModuleType:
+    """tests/engine/tiny.py: tiny random targets and drafts."""
+    return _load(_TESTS / "engine" / "tiny.py")

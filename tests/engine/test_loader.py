@@ -1,0 +1,117 @@
+"""Loading: every tensor used, every parameter filled, or an error that lists the rest."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.loader import load_target
+
+
+def edit_tensors(directory, change) -> None:
+    """Rewrites the weight file after `change(tensors)`."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file({name: t.contiguous() for name, t in tensors.items()}, directory / "model.safetensors")
+
+
+def edit_config(directory, **values) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def refused(directory) -> str:
+    with pytest.raises(SlipstreamError) as error:
+        load_target(directory, torch.float32)
+    return str(error.value)
+
+
+@pytest.fixture
+def checkpoint(tiny, tmp_path):
+    return tiny.save_tiny(tmp_path / "model")
+
+
+def test_shards_load_like_one_file(tiny, tmp_path):
+    one = load_target(tiny.save_tiny(tmp_path / "one", tie_word_embeddings=False), "float32")
+    two = load_target(tiny.save_sharded(tmp_path / "two"), "float32")
+    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+
+
+def test_merged_weights_hold_their_parts_in_order(checkpoint):
+    tensors, target = load_file(checkpoint / "model.safetensors"), load_target(checkpoint, "float32")
+    prefix = "model.layers.1.self_attn."
+    parts = [tensors[f"{prefix}{p}_proj.weight"] for p in "qkv"]
+    assert torch.equal(target.layers[1].self_attn.qkv_proj.weight, torch.cat(parts))
+
+
+def test_missing_extra_and_misshaped_tensors_are_listed_together(checkpoint):
+    def change(tensors):
+        del tensors["model.layers.2.self_attn.k_proj.weight"]
+        tensors["model.layers.2.self_attn.k_norm.weight"] = torch.ones(3)
+        tensors["model.layers.0.mlp.down_proj.weight"] = torch.ones(64, 95)
+        tensors["model.norm.weight"] = torch.ones(64, dtype=torch.int32)
+
+    edit_tensors(checkpoint, change)
+    message = refused(checkpoint)
+    assert "differ in 4 tensors" in message
+    assert "missing: model.layers.2.self_attn.k_proj.weight [32, 64]" in message
+    assert "not used: model.layers.2.self_attn.k_norm.weight [3]" in message
+    assert "shape: model.layers.0.mlp.down_proj.weight is [64, 95], the config says [64, 96]" in message
+    assert "not a float tensor: model.norm.weight is torch.int32" in message
+
+
+def test_a_missing_head_is_an_error_when_the_config_does_not_tie_it(checkpoint):
+    edit_config(checkpoint, tie_word_embeddings=False)
+    assert "missing: lm_head.weight [199, 64]" in refused(checkpoint)
+
+
+def test_a_tied_head_may_be_stored_again_but_not_differ(checkpoint):
+    edit_tensors(checkpoint, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load_target(checkpoint, torch.float32)
+    edit_tensors(checkpoint, lambda t: t["lm_head.weight"].mul_(1.01))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(checkpoint)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 400, -100])
+def test_a_truncated_file_says_so(checkpoint, keep):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    message = refused(checkpoint)
+    assert "cannot be read" in message
+    assert "truncated" in message
+    assert "model.safetensors" in message
+
+
+def test_a_missing_shard_and_a_wrong_index_are_named(tiny, tmp_path):
+    directory = tiny.save_sharded(tmp_path)
+    shard = directory / "model-00002-of-00002.safetensors"
+    tensors = load_file(shard)
+    lost = tensors.pop("model.norm.weight", None) is not None and "model.norm.weight"
+    if not lost:
+        lost, _ = tensors.popitem()
+    save_file(tensors, shard)
+    assert f"lacks 1 tensors that model.safetensors.index.json lists in it: {lost}" in refused(directory)
+    shard.unlink()
+    assert "model-00002-of-00002.safetensors does not exist" in refused(directory)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(checkpoint, values, words):
+    edit_config(checkpoint, **values)
+    assert words in refused(checkpoint)
+
+
+def test_no_model_directory(tmp_path):
+    assert "config.json does not exist" in refused(tmp_path)
