@@ -92,15 +92,15 @@ def losing_term(option: SpeedOption, replayed: float | None = None) -> LosingTer
     if replayed is not None and replayed > needed > length:
         return LosingTerm(
             "acceptance",
-            f"acceptance: served {length:.2f}, replayed {replayed:.2f}, break-even {needed:.2f}. The replayed length would "
-            "win, so what is served is not what was trained: look at parity",
+            f"acceptance: served {length:.2f}, replayed {replayed:.2f}, break-even {needed:.2f}. The replayed length "
+            "would win, so what is served is not what was trained: look at parity",
         )
     without = (option.round_ms - ms) / option.plain_step_ms
     if length > without:
         return LosingTerm(
             term,
-            f"{term}: {ms:.1f} ms a round beyond a plain step of {option.plain_step_ms:.1f} ms lift the break-even length "
-            f"to {needed:.2f}; without them it is {without:.2f}, and accept length {length:.2f} would win",
+            f"{term}: {ms:.1f} ms a round beyond a plain step of {option.plain_step_ms:.1f} ms lift the break-even "
+            f"length to {needed:.2f}; without them it is {without:.2f}, and accept length {length:.2f} would win",
         )
     conditional = needed_conditional(needed, option.num_steps)
     wanted = "" if conditional is None else f"; a conditional acceptance above {conditional:.2f} would reach it"

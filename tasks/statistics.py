@@ -13,7 +13,7 @@ RESAMPLES = 10_000
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-    """mean, p50, p95, p99, count. All but count are null without values; a percentile of few values is their largest."""
+    """mean, p50, p95, p99, count. Null without values; a high percentile of few values is their largest."""
     if not values:
         return {"mean": None, **{f"p{p}": None for p in PERCENTILES}, "count": 0}
     array = np.asarray(values, dtype=np.float64)
@@ -34,7 +34,6 @@ class Interval:
     high: float
     groups: int
     confidence: float = CONFIDENCE
-
 
 
 def speedup(
