@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from slipstream.kernels.linear import linear
 from slipstream.kernels.row_invariance import ROW_COUNTS, probe
@@ -35,16 +36,18 @@ def test_gradients_flow() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(64, 64), (192, 576), (96, 1536)])
 def test_a_rows_bits_do_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """Where the probe finds the promise kept, other data find it kept as well, at any place and in any layout."""
-    found = probe(dtype, [shape])
-    if not found.invariant:
-        pytest.skip(f"this CPU does not keep rows apart: {found.detail}")
+    """At any place and in any layout, wherever the library itself is steady from 4 to 32 rows."""
     generator = torch.Generator().manual_seed(77)
     weight = torch.randn(shape, generator=generator).to(dtype)
     x = torch.randn(70, shape[1], generator=generator).to(dtype)
     half = shape[1] // 2
-    weight[:, half:], x[:, half:] = -weight[:, :half].flip(1), x[:, :half].flip(1)  # sums to rounding errors only
+    order = torch.randperm(half, generator=generator)
+    weight[:, half:], x[:, half:] = -weight[:, order], x[:, order]  # only rounding is left of a sum
     with torch.no_grad():
+        by_library = F.linear(x[:32], weight)
+        if any(not torch.equal(F.linear(x[:rows], weight), by_library[:rows]) for rows in range(4, 32)):
+            pytest.skip("on this CPU the library's own matrix path changes with the number of rows")
+        assert probe(dtype, [shape]).invariant
         alone = torch.cat([linear(row[None], weight) for row in x])
         assert (alone != 0).float().mean() > 0.2  # rounding did leave something to compare
         for count in (*ROW_COUNTS, 70):
