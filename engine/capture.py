@@ -52,6 +52,11 @@ def slot_name(slot: int) -> str:
     return f"slot_{slot}"
 
 
+def slot_id(name: str) -> int:
+    """Inverse of `slot_name`."""
+    return int(name.removeprefix("slot_"))
+
+
 def default_slots(num_layers: int) -> tuple[int, ...]:
     """The three slots that vLLM and SGLang capture when a draft's config names none."""
     return (2, num_layers // 2, num_layers - 3)

@@ -78,8 +78,8 @@ def first_teacher_position(loss_mask: torch.Tensor) -> int:
     return teacher_index(int(slots[0]), 1) if len(slots) else loss_mask.shape[0]
 
 
-def _token_sha256(token_ids: torch.Tensor) -> str:
-    return hashlib.sha256(token_ids.to(torch.int32).numpy().tobytes()).hexdigest()
+def _token_sha256(token_ids: torch.Tensor | Sequence[int]) -> str:
+    return hashlib.sha256(torch.as_tensor(token_ids, dtype=torch.int32).numpy().tobytes()).hexdigest()
 
 
 class StoreWriter:
@@ -108,7 +108,7 @@ class StoreWriter:
         self._entries: dict[str, ConversationEntry] = {}
         self._bytes = 0
 
-    def has(self, conversation_id: str, token_ids: torch.Tensor) -> bool:
+    def has(self, conversation_id: str, token_ids: torch.Tensor | Sequence[int]) -> bool:
         """Whether a conversation is stored already. Raises SlipstreamError when it is stored with other tokens."""
         entry = self.manifest.conversations.get(conversation_id) or self._entries.get(conversation_id)
         if entry is not None and entry.token_sha256 != _token_sha256(token_ids):
@@ -238,7 +238,9 @@ class HiddenStateStore:
         """Measured: bytes of the shards / tokens."""
         return self.num_bytes() / max(1, self.num_tokens())
 
-    def read(self, conversation_id: str, *, token_ids: Sequence[int] | None = None) -> ConversationStates:
+    def read(
+        self, conversation_id: str, *, token_ids: torch.Tensor | Sequence[int] | None = None
+    ) -> ConversationStates:
         """One conversation, checked.
 
         Args:
@@ -262,11 +264,11 @@ class HiddenStateStore:
             entry.teacher_start,
         )
         _check_states(states, self.spec, where=str(path))
-        same = token_ids is None or list(token_ids) == states.token_ids.tolist()
-        if not same or _token_sha256(states.token_ids) != entry.token_sha256:
+        wanted = entry.token_sha256 if token_ids is None else _token_sha256(token_ids)
+        if not wanted == entry.token_sha256 == _token_sha256(states.token_ids):
             raise SlipstreamError(
                 f"conversation {conversation_id} in {path} holds other tokens than expected",
-                expected=f"the {entry.tokens} tokens it was captured from" if same else "the conversation at hand",
+                expected="the conversation at hand, and the tokens that it was captured from",
                 do=AGAIN,
                 fault="F17",
             )

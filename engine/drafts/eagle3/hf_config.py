@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.engine.capture import CapturePlan, default_slots, slot_name
+from slipstream.engine.capture import CapturePlan, default_slots, slot_id, slot_name
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
 from slipstream.engine.errors import SlipstreamError
@@ -140,7 +140,7 @@ def read_config(
     value = _read_json(directory / CONFIG)
     own = _read_json(directory / RECORD) if (directory / RECORD).is_file() else None
     if own is not None:
-        slots = tuple(int(name.removeprefix("slot_")) for name in own["slots"])
+        slots = tuple(slot_id(name) for name in own["slots"])
         target_num_layers = own["target_num_layers"]
         _check_ids(directory, value, CapturePlan(slots, target_num_layers), Family(own["target_family"]), skip)
     if slots is None or target_num_layers is None:

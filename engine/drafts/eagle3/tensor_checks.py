@@ -11,8 +11,8 @@ import torch
 
 from slipstream.engine.errors import SlipstreamError
 
-# Offsets of a sorted choice repeat wherever two neighbouring ids are chosen; target ids never repeat. A d2t with so many
-# entries and no repeat holds target ids, even where offsets of that size would be possible.
+# Offsets of a sorted choice repeat wherever two neighbouring ids are chosen; target ids never repeat. A d2t with so
+# many entries and no repeat holds target ids, even where offsets of that size would be possible.
 _ABSOLUTE_ENTRIES = 512
 
 

@@ -1,0 +1,128 @@
+"""Stage `extract`: the hidden states that the draft learns from, captured by the code that serving captures with.
+
+Writes store/ (see `engine.hidden_store`). A killed run goes on behind the last whole shard.
+"""
+
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.engine.alignment import slot_mask
+from slipstream.engine.capture import CapturePlan, default_slots
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.handover import TargetIdentity
+from slipstream.engine.hidden_store import ConversationStates, HiddenStateStore, StoreWriter
+from slipstream.engine.loader import load_target
+from slipstream.engine.models import TargetModel
+from slipstream.engine.runner import capture_states
+from slipstream.engine.store_manifest import StoreSpec
+from slipstream.engine.teacher_check import check_teacher
+from slipstream.tasks.conversations import ConversationRecord, read_conversations
+from slipstream.tasks.stage import Stage, StageContext
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
+
+STORE = "store"
+CONVERSATIONS = "conversations.jsonl"
+CHECKED_CONVERSATIONS = 4
+
+
+def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
+    """Captures every conversation that is not stored yet, then proves that the teacher is the target (F7).
+
+    Figures: slots, teacher_slot; conversations, train, holdout, left_out (without a supervised slot), resumed; tokens,
+    supervised_tokens, bytes, bytes_per_token (measured), tokens_per_second (of this run); teacher (what was compared).
+    Args: skip: faults whose checks are off (tests of the faults only).
+    """
+    config = context.config
+    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    target = load_target(model_dir, config.server.dtype)
+    plan = capture_plan(config, target.config.num_layers)
+    dtype = target.embed_tokens.weight.dtype
+    spec = StoreSpec.from_plan(plan, TargetIdentity.from_dir(model_dir), target.config.hidden_size, dtype)
+    records = read_conversations(context.input("regenerate") / CONVERSATIONS)
+    usable = [r for r in records if bool(slot_mask(r.mask, 1).any())]
+    check_some_supervised(usable, len(records))
+
+    writer = StoreWriter(context.out / STORE, spec, skip=skip)
+    resumed = len(writer.manifest.conversations)
+    if resumed:
+        context.say(f"{resumed} conversations of an interrupted run are kept, {len(usable) - resumed} remain")
+    began, captured, done, total = time.monotonic(), 0, 0, sum(len(r.token_ids) for r in usable)
+    for record in usable:
+        done += len(record.token_ids)
+        if not writer.has(record.id, record.token_ids):
+            writer.add(capture(target, record, plan, config.server.prefill_chunk_tokens))
+            captured += len(record.token_ids)
+        speed = captured / max(time.monotonic() - began, 1e-9)
+        context.progress(done, total, tokens_per_second=round(speed, 1))
+    writer.finish()
+
+    store = HiddenStateStore(context.out / STORE, expect=spec, skip=skip)
+    report = check_teacher(target, read_sample(store), target.logits, skip=skip)
+    context.say(
+        f"{len(store)} conversations, {store.num_tokens():,} tokens, {store.bytes_per_token():,.0f} bytes a token; "
+        f"teacher: logits within {report.relative_error:.2%} of the engine's own at {report.positions} positions"
+    )
+    if len(usable) < len(records):
+        context.warn(f"{len(records) - len(usable)} conversations left out: their answers are shorter than two tokens")
+    return {
+        "slots": list(spec.slots),
+        "teacher_slot": spec.teacher_slot,
+        "conversations": len(store),
+        "train": len(store.conversation_ids("train")),
+        "holdout": len(store.conversation_ids("holdout")),
+        "left_out": len(records) - len(usable),
+        "resumed": resumed,
+        "tokens": store.num_tokens(),
+        "supervised_tokens": store.num_supervised_tokens(),
+        "bytes": store.num_bytes(),
+        "bytes_per_token": round(store.bytes_per_token(), 1),
+        "tokens_per_second": round(captured / max(time.monotonic() - began, 1e-9), 1),
+        "teacher": report.to_dict(),
+    }
+
+
+def capture_plan(config: "Deployment", num_layers: int) -> CapturePlan:
+    """The slots of a deployment for a target with `num_layers` layers."""
+    slots = config.capture.slots
+    return CapturePlan(default_slots(num_layers) if slots == "auto" else tuple(slots), num_layers)
+
+
+def capture(
+    target: TargetModel, record: ConversationRecord, plan: CapturePlan, prefill_chunk_tokens: int
+) -> ConversationStates:
+    """States of one conversation, the teacher's prompt part dropped."""
+    states, teacher = capture_states(target, record.token_ids, plan.slots, prefill_chunk_tokens)
+    token_ids = torch.tensor(record.token_ids, dtype=torch.int32)
+    return ConversationStates.from_capture(record.id, record.split, token_ids, record.mask, states, teacher)
+
+
+def read_sample(store: HiddenStateStore, size: int = CHECKED_CONVERSATIONS) -> list[ConversationStates]:
+    """Conversations evenly spread over the store, for the check of the teacher."""
+    ids = store.conversation_ids()
+    return [store.read(i) for i in ids[:: max(1, len(ids) // size)][:size]]
+
+
+def check_some_supervised(usable: Sequence[ConversationRecord], total: int) -> None:
+    """Raises SlipstreamError (F10) when no conversation has a slot to learn from."""
+    if not usable:
+        raise SlipstreamError(
+            f"none of {total} conversations has two assistant tokens in a row",
+            expected="loss masks that are 1 on the assistant's tokens",
+            do="look at the decoded sample of the regenerate stage: the chat template or the mask is wrong",
+            fault="F10",
+        )
+
+
+STAGE = Stage(
+    name="extract",
+    version=1,
+    needs=("resolve", "regenerate"),
+    config_sections=("capture", "server.dtype"),
+    run=run,
+)
