@@ -1,0 +1,164 @@
+"""Parity of the draft: logits of server, exported checkpoint and trainer against the independent reference.
+
+The reference and the trainer run the whole conversation at once, without any cache; the server drafted it round by
+round with its draft KV. So equality also says that decoding a chain with the draft's KV equals decoding it without.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.engine.drafts.eagle3.checkpoint import to_tensors
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.trace import RequestTrace, RoundTrace
+from slipstream.engine.training.data import Batch
+from slipstream.engine.training.unroll import unrolled_states
+from slipstream.tests.reference_eagle3 import step_logits
+
+MAX_ERROR = 0.05
+CHAIN_ROUNDS = 6  # rounds a conversation whose own, later rejected drafts the reference follows; a pass each
+
+
+@dataclass
+class StepError:
+    """Draft logits at one step, summed over rounds.
+
+    squared, squared_reference: sums of squares of (logits - reference's) and of (reference's - their mean).
+    argmax_differs: rounds whose most likely draft token is another.
+    """
+
+    rounds: int = 0
+    squared: float = 0.0
+    squared_reference: float = 0.0
+    argmax_differs: int = 0
+
+    @property
+    def error(self) -> float:
+        """Root mean square error as a share of the logits' spread."""
+        return (self.squared / self.squared_reference) ** 0.5 if self.squared_reference else 0.0
+
+    def add(self, logits: torch.Tensor, reference: torch.Tensor) -> None:
+        """logits, reference [r, Vd]."""
+        reference, logits = reference.float(), logits.float()
+        self.rounds += len(logits)
+        self.squared += (logits - reference).square().sum().item()
+        self.squared_reference += (reference - reference.mean(-1, keepdim=True)).square().sum().item()
+        self.argmax_differs += int((logits.argmax(-1) != reference.argmax(-1)).sum())
+
+
+@dataclass
+class DraftFindings:
+    """For each implementation (server, export, trainer) the error at steps 1..K."""
+
+    num_steps: int
+    errors: dict[str, list[StepError]] = field(default_factory=dict)
+
+    def add(self, name: str, step: int, logits: torch.Tensor, reference: torch.Tensor) -> None:
+        if len(logits):
+            self.errors.setdefault(name, [StepError() for _ in range(self.num_steps)])[step - 1].add(logits, reference)
+
+    def wrong(self, name: str, max_error: float = MAX_ERROR) -> list[int]:
+        """Steps of `name` whose error is too large."""
+        return [k for k, e in enumerate(self.errors.get(name, []), start=1) if e.error > max_error]
+
+    def verdict(self, name: str, max_error: float = MAX_ERROR) -> str:
+        """What a wrong step means, "" when all are right."""
+        wrong = self.wrong(name, max_error)
+        if not wrong:
+            return ""
+        errors = ", ".join(f"k={k}: {self.errors[name][k - 1].error:.3f}" for k in wrong)
+        if 1 in wrong:
+            return (
+                f"{name}: the first step is wrong ({errors}): the features, the token beside them or the weights "
+                "differ from training"
+            )
+        return (
+            f"{name}: the first step is right, later steps are wrong ({errors}): the fed-back state (before or "
+            "after the norm), the rope positions, or the draft's KV after a rejection"
+        )
+
+
+def compare_drafts(
+    findings: DraftFindings, trace: RequestTrace, networks: Mapping[str, Eagle3Network], features: torch.Tensor
+) -> None:
+    """Adds one conversation.
+
+    Args:
+        findings: to add to.
+        trace: of a served request.
+        networks: "export" and others to run beside the server; the reference takes its weights from "export".
+        features: [n, F], the served states in the order that the draft reads them.
+    """
+    num_steps = findings.num_steps
+    tokens = torch.tensor(trace.token_ids)  # [n + 1]
+    export = networks["export"]
+    weights = {name: tensor.float() for name, tensor in to_tensors(export).items() if name not in ("d2t", "t2d")}
+    with torch.no_grad():
+        reference = step_logits(weights, export.config, tokens, features.float(), num_steps)  # [K, n, Vd]
+        unrolled = {name: _unrolled_logits(network, tokens, features, num_steps) for name, network in networks.items()}
+    for step in range(1, num_steps + 1):
+        rounds = [r for r in trace.rounds if _comparable(r.start, r.accepted, r.num_valid, step, len(tokens))]
+        slots = torch.tensor([r.start - 2 for r in rounds], dtype=torch.int64)  # the slot that a round drafts from
+        wanted = reference[step - 1, slots]  # [n, Vd] -> [r, Vd]
+        for name, logits in unrolled.items():
+            findings.add(name, step, logits[step - 1, slots], wanted)
+        served = [r.draft_logits[step - 1] for r in rounds if r.draft_logits is not None]
+        if served:
+            findings.add("server", step, torch.stack(served), wanted)
+    for served_round in trace.rounds[:CHAIN_ROUNDS]:
+        if served_round.draft_logits is None:
+            continue
+        with torch.no_grad():
+            chain = _own_chain(weights, export, tokens, features, served_round, num_steps)  # [K, Vd]
+        for step in range(1, served_round.num_valid + 1):
+            if not _comparable(served_round.start, served_round.accepted, served_round.num_valid, step, len(tokens)):
+                findings.add("server", step, served_round.draft_logits[step - 1 : step], chain[step - 1 : step])
+
+
+def _own_chain(
+    weights: dict[str, torch.Tensor],
+    export: Eagle3Network,
+    tokens: torch.Tensor,
+    features: torch.Tensor,
+    served: RoundTrace,
+    num_steps: int,
+) -> torch.Tensor:
+    """The reference's logits for a round that fed itself drafts which were then rejected: [K, Vd]."""
+    chain = torch.cat((tokens[: served.start], served.draft_tokens))  # [start + K]
+    known = features[: served.start - 1].float()  # of slots 0..start - 2; later slots are not seen from there
+    padding = known.new_zeros(len(chain) - 1 - len(known), known.shape[1])
+    logits = step_logits(weights, export.config, chain, torch.cat((known, padding)), num_steps)
+    return logits[:, served.start - 2]  # [K, start + K - 1, Vd] -> [K, Vd]
+
+
+def _comparable(start: int, accepted: int, num_valid: int, step: int, num_tokens: int) -> bool:
+    """Whether the tokens that the chain fed itself before `step` are the committed ones, which all others saw."""
+    return accepted >= step - 1 and step <= num_valid and start - 2 + step < num_tokens
+
+
+def _unrolled_logits(
+    network: Eagle3Network, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
+) -> torch.Tensor:
+    """The trainer's own pass over one conversation: [K, n, Vd] at every slot."""
+    slots = len(features)
+    states = unrolled_states(network, whole_conversation(tokens, features, num_steps), num_steps)
+    return torch.stack([network.logits(state[0]) for state in _first(states, num_steps)]).reshape(num_steps, slots, -1)
+
+
+def _first(states: Iterator[torch.Tensor], count: int) -> list[torch.Tensor]:
+    return [next(states) for _ in range(count)]
+
+
+def whole_conversation(tokens: torch.Tensor, features: torch.Tensor, num_steps: int) -> Batch:
+    """A batch of one conversation with every slot as a row. tokens [n + 1], features [n, F]."""
+    slots = len(features)
+    empty = torch.zeros(num_steps, 1, slots, dtype=torch.int64)
+    return Batch(
+        tokens=tokens[None],
+        features=features[None],
+        slots=torch.arange(slots)[None],
+        supervised=torch.ones(num_steps, 1, slots, dtype=torch.bool),
+        teacher=features.new_zeros(1, 1),
+        teacher_rows=empty,
+    )

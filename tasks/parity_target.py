@@ -1,0 +1,167 @@
+"""Parity of the target: what the server captured and computed, against transformers on the same tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.models import TargetModel
+from slipstream.engine.trace import RequestTrace
+
+BF16_ULPS_OF_A_TIE = 2
+_BF16_STEPS = 2.0**-7  # spacing of bf16 numbers in [1, 2)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """transformers' own pass over the tokens of a trace.
+
+    states: N + 1 of [n, h] fp32, index = canonical slot (the last one before the final norm).
+    logits: [n, V] fp32, by fp32 weights; logits_bf16: [n, V], by bf16 weights.
+    """
+
+    states: list[torch.Tensor]
+    logits: torch.Tensor
+    logits_bf16: torch.Tensor
+
+
+class TargetReference:
+    """The target as transformers runs it, in fp32 and in bf16.
+
+    Args:
+        model_dir: Hugging Face directory of the target.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self._fp32 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+        self._bf16 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+        self._last: list[torch.Tensor] = []
+        # transformers hands out slot N after the final norm; its input is what the canonical slot means.
+        final_norm = self._fp32.get_decoder().norm
+        final_norm.register_forward_pre_hook(lambda _module, args: self._last.append(args[0]))
+
+    @torch.no_grad()
+    def run(self, token_ids: Sequence[int]) -> Reference:
+        """token_ids: n ids -> states and logits at each of them."""
+        ids = torch.tensor([list(token_ids)])  # [1, n]
+        self._last.clear()
+        out = self._fp32(ids, output_hidden_states=True)
+        states = [state[0] for state in out.hidden_states[:-1]] + [self._last[-1][0]]  # [1, n, h] -> [n, h]
+        return Reference(states, out.logits[0].float(), self._bf16(ids).logits[0].float())
+
+
+@dataclass(frozen=True)
+class SlotFinding:
+    """Where a captured slot really lies among the N + 1 states.
+
+    error, second_error: root mean square difference to the slot's own reference, and to the nearest other state; each
+        dimension in units of its own size, for a few huge dimensions would drown the rest.
+    """
+
+    slot: int
+    nearest: int
+    error: float
+    second: int
+    second_error: float
+
+    @property
+    def share(self) -> float:
+        """error as a share of the second-nearest state's."""
+        return self.error / self.second_error if self.second_error else float("inf")
+
+    def agrees(self, max_share: float) -> bool:
+        return self.nearest == self.slot and self.share <= max_share
+
+    def describe(self) -> str:
+        if self.nearest != self.slot:
+            return (
+                f"slot {self.slot} of the server is nearest to state {self.nearest} (error {self.second_error:.3f}), "
+                f"not to its own (error {self.error:.3f}): wrong layer, wrong order, or captured at another point"
+            )
+        return f"slot {self.slot}: error {self.error:.4f}, {self.share:.1%} of that to slot {self.second}"
+
+
+def find_slots(captured: dict[int, torch.Tensor], reference: Sequence[torch.Tensor]) -> list[SlotFinding]:
+    """Looks each captured state up among all states of the reference.
+
+    Args:
+        captured: canonical slot -> [n, h].
+        reference: N + 1 states [n, h], fp32.
+    """
+    findings = []
+    for slot, state in captured.items():
+        own = reference[slot]
+        size = own.square().mean(0).sqrt().clamp(min=1e-6)  # [n, h] -> [h]
+        errors = [((state.float() - other) / size).square().mean().sqrt().item() for other in reference]
+        order = sorted(range(len(errors)), key=errors.__getitem__)
+        second = order[1] if order[0] == slot else order[0]
+        findings.append(SlotFinding(slot, order[0], errors[slot], second, errors[second]))
+    return findings
+
+
+def trace_slots(trace: RequestTrace, slots: Sequence[int], num_layers: int) -> dict[int, torch.Tensor]:
+    """Captured states of a trace by canonical slot, the teacher slot N included."""
+    return {slot: trace.states[slot_name(slot)] for slot in slots} | {num_layers: trace.teacher}
+
+
+@dataclass
+class LogitFindings:
+    """Teacher logits of the server against transformers, summed over conversations.
+
+    Args:
+        positions: positions compared.
+        differ: positions whose argmax differs from that of transformers in bf16.
+        beyond_tie: those of them with a gap of more than two bf16 ulps of the top logit.
+        largest_gap_ulps: the largest such gap.
+        error_sum, reference_error_sum: sums of the root mean square error against fp32, ours and transformers' in bf16.
+        served_differ: positions where the server's own argmax is not that of its teacher state (final norm or head).
+        tokens_differ: greedy tokens that are not the server's own argmax.
+    """
+
+    positions: int = 0
+    differ: int = 0
+    beyond_tie: int = 0
+    largest_gap_ulps: float = 0.0
+    error_sum: float = 0.0
+    reference_error_sum: float = 0.0
+    served_differ: int = 0
+    tokens_differ: int = 0
+
+    @property
+    def share(self) -> float:
+        return self.differ / max(self.positions, 1)
+
+    @property
+    def error_ratio(self) -> float:
+        """Our error against fp32 as a multiple of that of transformers in bf16."""
+        return self.error_sum / max(self.reference_error_sum, 1e-12)
+
+    def add(self, trace: RequestTrace, prompt_tokens: int, target: TargetModel, reference: Reference) -> None:
+        """Counts one greedy trace of `prompt_tokens` prompt tokens."""
+        logits = target.logits(trace.teacher).float()  # [n, h] -> [n, V]
+        ours, theirs = logits.argmax(-1), reference.logits_bf16.argmax(-1)
+        differ = ours != theirs
+        top = reference.logits_bf16.max(-1).values  # [n]
+        gap = top - reference.logits_bf16.gather(1, ours[:, None])[:, 0]
+        ulp = torch.exp2(top.abs().clamp(min=1e-30).log2().floor()) * _BF16_STEPS
+        gap_ulps = gap / ulp
+        self.positions += len(ours)
+        self.differ += int(differ.sum())
+        self.beyond_tie += int((differ & (gap_ulps > BF16_ULPS_OF_A_TIE)).sum())
+        self.largest_gap_ulps = max(self.largest_gap_ulps, float(gap_ulps[differ].max()) if differ.any() else 0.0)
+        self.error_sum += (logits - reference.logits).square().mean(-1).sqrt().sum().item()
+        self.reference_error_sum += (reference.logits_bf16 - reference.logits).square().mean(-1).sqrt().sum().item()
+        self.served_differ += int((ours != trace.target_argmax).sum())
+        answer = torch.tensor(trace.token_ids[prompt_tokens:])
+        self.tokens_differ += int((answer != trace.target_argmax[prompt_tokens - 1 :]).sum())
+
+    def describe(self) -> str:
+        return (
+            f"argmax differs from transformers (bf16) at {self.differ} of {self.positions} positions "
+            f"({self.share:.2%}), largest gap {self.largest_gap_ulps:.1f} bf16 ulps; error against fp32 "
+            f"{self.error_ratio:.2f} x that of transformers in bf16; greedy tokens that are not the argmax: "
+            f"{self.tokens_differ}"
+        )

@@ -1,0 +1,122 @@
+"""Parity's comparisons on a tiny random target and draft: right wiring passes, each wrong wiring is named."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
+from slipstream.engine.engine import Engine
+from slipstream.engine.sampling_params import SamplingParams
+from slipstream.tasks.parity import ParityPrompt, examine
+from slipstream.tasks.parity_target import TargetReference
+
+SLOTS = (1, 2, 3)
+K = 3
+PROMPTS = [[5, 9, 17, 3, 44, 60], [7, 7, 21, 90, 11], [100, 4, 8, 15, 16, 23, 42], [3, 1, 4, 1, 5, 9, 2, 6]]
+BOUNDS = {"max_slot_share": 0.1, "max_argmax_difference": 0.05, "max_tau_gap": 0.1}
+
+
+class World:
+    """A served draft, its traces, and everything that parity holds against them."""
+
+    def __init__(self, tiny, directory):
+        self.target = tiny.tiny_target(directory)
+        self.draft = tiny.tiny_draft(self.target, slots=SLOTS)
+        self.reference = TargetReference(directory)
+        self.prompts = [ParityPrompt(f"p{i}", "validation", ids, 24) for i, ids in enumerate(PROMPTS)]
+        self.traces = self.serve(self.draft)
+
+    def serve(self, draft):
+        config = EngineConfig(num_steps=K, max_context_tokens=64)
+        engine = Engine(self.target, config, Eagle3Proposer(draft, K), capture_slots=SLOTS)
+        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        return [c.trace for c in engine.generate([p.token_ids for p in self.prompts], params, trace=True)]
+
+    def failures(self, traces=None, skip=(), networks=None):
+        networks = networks or {"export": self.draft, "trainer": self.draft}
+        found = examine(self.prompts, traces or self.traces, self.target, self.reference, networks, SLOTS, K)
+        return found.failures(**BOUNDS, skip=skip)
+
+
+@pytest.fixture(scope="module")
+def world(tiny, tmp_path_factory):
+    return World(tiny, tmp_path_factory.mktemp("target"))
+
+
+def with_states(traces, change):
+    return [replace(t, states=change(dict(t.states))) for t in traces]
+
+
+def test_right_wiring_passes(world):
+    assert world.failures() == []
+
+
+def test_every_step_of_every_implementation_was_compared(world):
+    networks = {"export": world.draft, "trainer": world.draft}
+    found = examine(world.prompts, world.traces, world.target, world.reference, networks, SLOTS, K)
+    assert sorted(found.drafts.errors) == ["export", "server", "trainer"]
+    assert all(errors[0].rounds > 20 for errors in found.drafts.errors.values())
+    assert found.acceptance["validation"].rounds > 20
+    assert found.acceptance["validation"].differing_rounds == 0
+    assert {s.slot for s in found.slots} == {*SLOTS, world.target.config.num_layers}
+
+
+def test_permuted_slots_are_named_f3(world):
+    swapped = with_states(world.traces, lambda s: s | {"slot_1": s["slot_2"], "slot_2": s["slot_1"]})
+    failures = world.failures(swapped, skip={"drafts", "acceptance"})
+    assert "slot 1 of the server is nearest to state 2" in failures[0]
+    assert world.failures(swapped, skip={"slots", "drafts", "acceptance"}) == []
+
+
+def test_a_state_taken_before_the_residual_was_added_is_caught(world):
+    def without_residual(states):
+        return states | {"slot_2": states["slot_2"] - states["slot_1"]}
+
+    failures = world.failures(with_states(world.traces, without_residual), skip={"drafts", "acceptance"})
+    assert any(f.startswith("slot 2") for f in failures)
+
+
+def test_a_teacher_after_the_final_norm_is_caught(world):
+    normed = [replace(t, teacher=world.target.final_norm(t.teacher)) for t in world.traces]
+    failures = world.failures(normed, skip={"drafts", "acceptance"})
+    assert any("slot 4" in f for f in failures)
+    assert any("final norm, head or sampling" in f for f in failures)
+
+
+def test_a_draft_fed_with_permuted_features_is_wrong_at_the_first_step(world):
+    served = copy.deepcopy(world.draft)
+    first, second, third = served.fc.weight.chunk(3, dim=1)
+    with torch.no_grad():  # the same as wiring the slots (2, 1, 3): tokens stay right, only the drafts suffer
+        served.fc.weight.copy_(torch.cat([second, first, third], 1))
+    traces = world.serve(served)
+    assert [t.token_ids for t in traces] == [t.token_ids for t in world.traces]
+    failures = world.failures(traces, skip={"acceptance"})
+    assert any(f.startswith("server: the first step is wrong") for f in failures)
+    assert world.failures(traces, skip={"drafts", "acceptance"}) == []
+
+
+def test_later_steps_wrong_are_told_from_the_first(world):
+    from slipstream.engine.drafts.eagle3.network import Eagle3Network
+
+    class PostNorm(Eagle3Network):
+        def feedback(self, state):
+            return self.norm(state)
+
+    served = copy.deepcopy(world.draft)
+    served.__class__ = PostNorm
+    failures = world.failures(world.serve(served), skip={"acceptance"})
+    assert any(f.startswith("server: the first step is right, later steps are wrong") for f in failures)
+
+
+def test_acceptance_that_differs_names_the_first_round(world):
+    target_length = len(world.traces[0].rounds)
+    assert target_length > 2
+    bent = [
+        replace(t, rounds=[replace(r, accepted=min(r.accepted + 1, r.num_valid)) for r in t.rounds])
+        for t in world.traces
+    ]
+    failures = world.failures(bent, skip={"drafts"})
+    assert any("p0, round 0" in f and "offline accepts" in f for f in failures)
