@@ -40,7 +40,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """One decoder layer on the pair (output of the block before, residual stream)."""
+    """One decoder layer. The add of a block's output to the residual stream is left to the norm behind it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -48,6 +48,33 @@ class LlamaLayer(nn.Module):
         self.self_attn = LlamaAttention(config, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+
+    def forward(
+        self,
+        block_out: torch.Tensor | None,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        rows: AttentionRows,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One layer on the residual stream.
+
+        Args:
+            block_out: [B, R, h], output of the layer before, not added yet; None at the first layer.
+            residual: [B, R, h].
+            cos, sin: [B, R, d] of the rows' positions.
+            cache, rows: this layer's cache, and the rows of the step.
+
+        Returns:
+            (the stream as this layer found it, this layer's output, the stream it is to be added to), each [B, R, h].
+        """
+        if block_out is None:
+            state, x = residual, self.input_layernorm(residual)
+        else:
+            x, state = self.input_layernorm.add(block_out, residual)
+        x, residual = self.post_attention_layernorm.add(self.self_attn(x, cos, sin, cache, rows), state)
+        return state, self.mlp(x), residual
 
 
 class LlamaModel(nn.Module):
@@ -89,17 +116,11 @@ class LlamaModel(nn.Module):
         residual = self.embed_tokens(token_ids)  # [B, R] -> [B, R, h]
         cos, sin = self.rotary(positions, residual.dtype)  # [B, R, d] each
         states: dict[str, torch.Tensor] = {}
-        block_out: torch.Tensor | None = None  # of the layer before, not added to the residual stream yet
+        block_out: torch.Tensor | None = None
         for k, layer in enumerate(self.layers):
-            if block_out is None:
-                x = layer.input_layernorm(residual)
-            else:
-                x, residual = layer.input_layernorm.add(block_out, residual)
+            state, block_out, residual = layer(block_out, residual, cos, sin, kv.cache.layers[k], rows)
             if k in capture:
-                states[slot_name(k)] = residual
-            attention = layer.self_attn(x, cos, sin, kv.cache.layers[k], rows)
-            x, residual = layer.post_attention_layernorm.add(attention, residual)
-            block_out = layer.mlp(x)
+                states[slot_name(k)] = state
         last = residual if block_out is None else residual + block_out
         if len(self.layers) in capture:
             states[slot_name(len(self.layers))] = last

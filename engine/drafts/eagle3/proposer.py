@@ -49,7 +49,8 @@ class Eagle3Proposer:
         last = (batch.positions >= 0).sum(dim=1) - 1  # [B], the last real slot of each request
         rows = torch.arange(last.shape[0], device=last.device)
         state, slot = states[rows, last], batch.positions[rows, last]  # [B, h], [B]
-        tokens, logits = [], []
+        tokens: list[torch.Tensor] = []  # K x [B]
+        logits: list[torch.Tensor] = []  # K x [B, Vd]
         for step in range(1, self.num_steps + 1):
             if step > 1:
                 # A step that the round cannot use is padding: its position may lie beyond the context's end.
