@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.engine.acceptance import AcceptanceCounts, compare
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.speed_forecast import SpeedOption
 from slipstream.tasks.bench_pairs import Measured, Pair, Side
 from slipstream.tasks.counters import NOTHING, Counters
@@ -19,6 +20,13 @@ def figures(pairs: Sequence[Pair], num_steps: int, replayed: AcceptanceCounts | 
         num_steps: K of the speculative server.
         replayed: prediction of held-out data for this K, where there is one.
     """
+    pairs = [pair for pair in pairs if pair.baseline.decode_tokens > 0 and pair.speculation.decode_tokens > 0]
+    if not pairs:
+        raise SlipstreamError(
+            "no answer has more tokens than its first output: there is nothing to time",
+            expected="answers of several rounds",
+            do="raise benchmark.max_new_tokens, or choose other prompts",
+        )
     base, spec = _side(pairs, "baseline", 0), _side(pairs, "speculation", num_steps)
     counts = _counters(pairs, "speculation").of(num_steps)
     option = round_option(pairs, num_steps)
