@@ -7,244 +7,140 @@ A server with diagnostics is started, traced requests are run through HTTP, and 
     accepted drafts                        server against the trainer's code on offline states, round by round
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 
-from slipstream.engine.acceptance import AcceptanceCounts, compare
-from slipstream.engine.capture import CapturePlan
+from slipstream.engine.capture import slot_name
+from slipstream.engine.chat import ChatTokenizer
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
-from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.models import TargetModel
-from slipstream.engine.runner import capture_states
+from slipstream.engine.loader import load_target
 from slipstream.engine.serving.trace_file import unpack_trace
 from slipstream.engine.trace import RequestTrace
-from slipstream.tasks.conversations import ConversationRecord
-from slipstream.tasks.parity_acceptance import AcceptanceFindings, compare_acceptance, offline_run_lengths
-from slipstream.tasks.parity_draft import DraftFindings, compare_drafts
-from slipstream.tasks.parity_target import (
-    LogitFindings,
-    SlotFinding,
-    TargetReference,
-    find_slots,
-    trace_slots,
-)
+from slipstream.engine.training.checkpoint import load_network
+from slipstream.tasks.bench_prompts import benchmark_prompts, prompt_files
+from slipstream.tasks.conversations import read_conversations
+from slipstream.tasks.extract import CONVERSATIONS, capture_plan
+from slipstream.tasks.manifest import write_json
+from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
+from slipstream.tasks.parity_target import TargetReference
+from slipstream.tasks.server import RunningServer, plan_server, running_server
+from slipstream.tasks.stage import Stage, StageContext
 
-TARGET_CONVERSATIONS = 8  # each costs two passes of transformers
-REQUEST_SECONDS = 600.0
-MAX_ERROR_RATIO = 1.5  # our bf16 error against fp32, as a multiple of that of transformers in bf16
-
-
-@dataclass(frozen=True)
-class ParityPrompt:
-    """A prompt to trace. set: "validation" (held-out conversations) or "benchmark"."""
-
-    name: str
-    set: str
-    token_ids: list[int]
-    max_new_tokens: int
+PARITY = "parity.json"
+VALIDATION_CONVERSATIONS = 32
 
 
 def fetch_traces(
-    base_url: str, prompts: Sequence[ParityPrompt], concurrency: int, progress: Any = None
+    server: RunningServer, prompts: Sequence[ParityPrompt], concurrency: int, progress: Progress = no_progress
 ) -> list[RequestTrace]:
     """Runs the prompts greedily through the server's HTTP front with everything recorded.
 
     Args:
-        base_url: of a server started with diagnostics.
+        server: started with diagnostics.
         prompts: what to run.
         concurrency: requests in flight.
         progress: called with (done, total).
 
     Raises SlipstreamError when the server refuses or fails.
     """
-    done = 0
 
     def fetch(prompt: ParityPrompt) -> RequestTrace:
-        nonlocal done
         body = {"prompt": prompt.token_ids, "max_tokens": prompt.max_new_tokens, "temperature": 0.0}
-        try:
-            answer = client.post("/slipstream/trace", json=body)
-        except httpx.HTTPError as error:
-            raise SlipstreamError(
-                f"the traced request {prompt.name} failed: {error!r}",
-                expected="a running server with diagnostics",
-                do="read the server's log in the parity stage's folder",
-            ) from error
-        if answer.status_code != httpx.codes.OK:
-            raise SlipstreamError(
-                f"the server answered the traced request {prompt.name} with {answer.status_code}: {answer.text[:300]}",
-                expected="a trace",
-                do="start the server with --diagnostics",
-            )
-        done += 1
-        if progress:
-            progress(done, len(prompts))
-        return unpack_trace(answer.content)
+        return unpack_trace(server.trace(body))
 
-    with httpx.Client(base_url=base_url, timeout=REQUEST_SECONDS) as client, ThreadPoolExecutor(concurrency) as pool:
-        return list(pool.map(fetch, prompts))
+    traces = []
+    with ThreadPoolExecutor(concurrency) as pool:
+        for trace in pool.map(fetch, prompts):
+            traces.append(trace)
+            progress(len(traces), len(prompts))
+    return traces
 
 
-@dataclass
-class ParityFindings:
-    """Everything parity measured; `failures` are the sentences that end the run."""
+def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
+    """The stage. Raises SlipstreamError with every failed comparison; parity.json is written either way.
 
-    slots: list[SlotFinding]
-    logits: LogitFindings
-    drafts: DraftFindings | None
-    acceptance: dict[str, AcceptanceFindings]
-
-    def failures(
-        self, *, max_slot_share: float, max_argmax_difference: float, max_tau_gap: float, skip: Collection[str] = ()
-    ) -> list[str]:
-        """What is wrong, worst first in the order of cause: capture, target, draft, acceptance.
-
-        skip: checks that are off ("slots", "logits", "drafts", "acceptance"); only tests use it.
-        """
-        found: list[str] = []
-        if "slots" not in skip:
-            found += [s.describe() for s in self.slots if not s.agrees(max_slot_share)]
-        if "logits" not in skip:
-            found += self._logit_failures(max_argmax_difference)
-        if self.drafts and "drafts" not in skip:
-            found += [v for name in self.drafts.errors if (v := self.drafts.verdict(name))]
-        if "acceptance" not in skip:
-            found += self._acceptance_failures(max_tau_gap)
-        return found
-
-    def _logit_failures(self, max_difference: float) -> list[str]:
-        logits, found = self.logits, []
-        if logits.share > max_difference or logits.beyond_tie:
-            found.append(
-                f"teacher logits: {logits.describe()}; allowed {max_difference:.2%}, each at a gap of at most 2 ulps"
-            )
-        if logits.error_ratio > MAX_ERROR_RATIO:
-            found.append(
-                f"teacher logits: error against fp32 is {logits.error_ratio:.2f} x that of transformers in bf16 "
-                f"(at most {MAX_ERROR_RATIO})"
-            )
-        if logits.served_differ or logits.tokens_differ:
-            found.append(
-                f"the server's argmax differs from that of its own teacher state at {logits.served_differ} positions, "
-                f"its greedy tokens from its argmax at {logits.tokens_differ}: final norm, head or sampling"
-            )
-        return found
-
-    def _acceptance_failures(self, max_gap: float) -> list[str]:
-        found = []
-        for name, acceptance in self.acceptance.items():
-            if not (acceptance.offline.rounds and acceptance.served.rounds):
-                continue
-            result = compare(acceptance.offline, acceptance.served, max_gap=max_gap)
-            if not result.agrees:
-                first = f"; first: {acceptance.first.describe()}" if acceptance.first else ""
-                found.append(f"acceptance on the {name} prompts, offline against served: {result.describe()}{first}")
-        return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        drafts = {}
-        if self.drafts:
-            drafts = {
-                name: [
-                    {"step": k, "rounds": e.rounds, "error": e.error, "argmax_differs": e.argmax_differs}
-                    for k, e in enumerate(errors, start=1)
-                ]
-                for name, errors in self.drafts.errors.items()
-            }
-        return {
-            "slots": [asdict(s) | {"share": s.share} for s in self.slots],
-            "logits": asdict(self.logits) | {"share": self.logits.share, "error_ratio": self.logits.error_ratio},
-            "drafts": drafts,
-            "acceptance": {
-                name: {
-                    "offline": a.offline.to_dict(),
-                    "served": a.served.to_dict(),
-                    "rounds": a.rounds,
-                    "differing_rounds": a.differing_rounds,
-                    "first_disagreement": asdict(a.first) if a.first else None,
-                }
-                for name, a in self.acceptance.items()
-            },
-        }
-
-
-def examine(
-    prompts: Sequence[ParityPrompt],
-    traces: Sequence[RequestTrace],
-    target: TargetModel,
-    reference: TargetReference,
-    networks: Mapping[str, Eagle3Network],
-    slots: tuple[int, ...],
-    num_steps: int,
-    progress: Any = None,
-) -> ParityFindings:
-    """Compares traces with everything that is independent of the server.
-
-    Args:
-        prompts, traces: what was asked and what the server recorded, in the same order.
-        target: loaded by our own loader, for the offline capture.
-        reference: transformers on the same directory.
-        networks: "export" and "trainer"; empty without a draft.
-        slots: in the order that the draft reads them.
-        num_steps: K of the server.
-        progress: called with (done, total).
+    Figures: passed, num_steps, failures, and those of parity.json in short.
+    Args: skip: checks that are off (tests of the faults only).
     """
-    num_layers = target.config.num_layers
-    plan = CapturePlan(slots, num_layers)
-    logits = LogitFindings()
-    captured: dict[int, list[torch.Tensor]] = {}
-    wanted: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
-    drafts = DraftFindings(num_steps) if networks and num_steps else None
-    acceptance: dict[str, AcceptanceFindings] = {}
-    for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
-        if number < TARGET_CONVERSATIONS:
-            expected = reference.run(trace.token_ids[:-1])
-            logits.add(trace, len(prompt.token_ids), target, expected)
-            for slot, state in trace_slots(trace, slots, num_layers).items():
-                captured.setdefault(slot, []).append(state)
-            for k, state in enumerate(expected.states):
-                wanted[k].append(state)
-            if drafts:
-                compare_drafts(drafts, trace, networks, plan.select(trace.states))
-        if drafts:
-            _add_acceptance(acceptance, prompt, trace, target, networks["export"], plan, num_steps)
-        if progress:
-            progress(number + 1, len(prompts))
-    states = {slot: torch.cat(parts) for slot, parts in captured.items()}
-    found = find_slots(states, [torch.cat(parts) for parts in wanted]) if states else []
-    return ParityFindings(found, logits, drafts, acceptance)
-
-
-def _add_acceptance(
-    acceptance: dict[str, AcceptanceFindings],
-    prompt: ParityPrompt,
-    trace: RequestTrace,
-    target: TargetModel,
-    network: Eagle3Network,
-    plan: CapturePlan,
-    num_steps: int,
-) -> None:
-    """Adds one conversation to the findings of its set, its states captured offline anew."""
-    tokens = torch.tensor(trace.token_ids)
-    states, _ = capture_states(target, trace.token_ids[:-1], plan.slots)
-    runs = offline_run_lengths(network, tokens, plan.select(states), len(prompt.token_ids), num_steps)
-    empty = AcceptanceFindings(AcceptanceCounts(num_steps), AcceptanceCounts(num_steps))
-    by_limit = len(tokens) - len(prompt.token_ids) >= prompt.max_new_tokens
-    compare_acceptance(
-        acceptance.setdefault(prompt.set, empty), prompt.name, trace, len(prompt.token_ids), runs, by_limit
+    config = context.config
+    asked = config.speculation.num_steps
+    num_steps = config.speculation.max_num_steps if asked == "auto" else asked
+    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    target = load_target(model_dir, config.server.dtype)
+    networks: dict[str, Eagle3Network] = {}
+    if num_steps:
+        dtype = getattr(torch, config.server.dtype)
+        networks = {
+            "export": load_draft(context.input("convert") / "draft", dtype),
+            "trainer": load_network(context.input("train") / "checkpoint", dtype),
+        }
+    slots = capture_plan(config, target.config.num_layers).slots
+    prompts = parity_prompts(context, model_dir)
+    plan = plan_server(
+        context.workdir,
+        num_steps,
+        slots=tuple(slot_name(slot) for slot in slots),
+        diagnostics=True,
+        capture_slots=slots,
     )
+    with running_server(config, context.workdir, plan, name="parity") as server:
+        traces = fetch_traces(
+            server,
+            prompts,
+            config.server.max_running_requests,
+            lambda done, total: context.progress(done, total, doing="traced requests through the server"),
+        )
+    findings = examine(
+        prompts,
+        traces,
+        target,
+        TargetReference(model_dir),
+        networks,
+        slots,
+        num_steps,
+        lambda done, total: context.progress(done, total, doing="comparing"),
+    )
+    gates = config.gates
+    failures = findings.failures(
+        max_slot_share=gates.max_slot_error,
+        max_argmax_difference=gates.max_argmax_difference,
+        max_tau_gap=gates.max_tau_gap,
+        skip=skip,
+    )
+    measured = {"num_steps": num_steps, "passed": not failures, "failures": failures, **findings.to_dict()}
+    write_json(context.out / PARITY, measured)
+    for line in findings.describe():
+        context.say(line)
+    if failures:
+        raise ParityError(failures)
+    return {"num_steps": num_steps, "passed": True, "failures": [], **findings.summary()}
 
 
-def validation_prompts(records: Sequence[ConversationRecord], max_new_tokens: int) -> list[ParityPrompt]:
-    """The first turn of each held-out conversation."""
-    return [
-        ParityPrompt(r.id, "validation", r.token_ids[: r.prompt_tokens], max_new_tokens)
-        for r in records
-        if r.split == "holdout"
+def parity_prompts(context: StageContext, model_dir: Path) -> list[ParityPrompt]:
+    """Held-out conversations (their first turn) and the benchmark's prompts, the latter through the chat template."""
+    config = context.config
+    records = read_conversations(context.input("regenerate") / CONVERSATIONS)
+    held_out = [r for r in records if r.split == "holdout"][:VALIDATION_CONVERSATIONS]
+    prompts = [
+        ParityPrompt(r.id, "validation", r.token_ids[: r.prompt_tokens], config.data.max_new_tokens) for r in held_out
     ]
+    chat = ChatTokenizer(model_dir)
+    for prompt in benchmark_prompts(config):
+        ids = chat.encode_chat(list(prompt.messages), add_generation_prompt=True)
+        prompts.append(ParityPrompt(prompt.id, "benchmark", ids, config.benchmark.max_new_tokens))
+    return prompts
+
+
+STAGE = Stage(
+    name="parity",
+    version=1,
+    needs=("resolve", "regenerate", "train", "convert"),
+    config_sections=("capture", "speculation", "server", "benchmark", "gates", "data.max_new_tokens"),
+    run=run,
+    external=prompt_files,
+)

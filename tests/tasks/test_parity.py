@@ -10,7 +10,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.tasks.parity import ParityPrompt, examine
+from slipstream.tasks.parity_findings import ParityPrompt, examine
 from slipstream.tasks.parity_target import TargetReference
 
 SLOTS = (1, 2, 3)

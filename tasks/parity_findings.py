@@ -1,0 +1,231 @@
+"""What parity found: every comparison of the served path with what is independent of it, and what each failure means."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from slipstream.engine.acceptance import AcceptanceCounts, compare
+from slipstream.engine.capture import CapturePlan
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.models import TargetModel
+from slipstream.engine.runner import capture_states
+from slipstream.engine.trace import RequestTrace
+from slipstream.tasks.parity_acceptance import AcceptanceFindings, compare_acceptance, offline_run_lengths
+from slipstream.tasks.parity_draft import DraftFindings, compare_drafts
+from slipstream.tasks.parity_target import LogitFindings, SlotFinding, TargetReference, find_slots, trace_slots
+
+TARGET_CONVERSATIONS = 8  # each costs two passes of transformers
+MAX_ERROR_RATIO = 1.5  # our bf16 error against fp32, as a multiple of that of transformers in bf16
+Progress = Callable[[int, int], None]
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """For callers that show none."""
+
+
+@dataclass(frozen=True)
+class ParityPrompt:
+    """A prompt to trace. set: "validation" (held-out conversations) or "benchmark"."""
+
+    name: str
+    set: str
+    token_ids: list[int]
+    max_new_tokens: int
+
+
+class ParityError(SlipstreamError):
+    """Comparisons that failed, worst first."""
+
+    exit_code = 3
+
+    def __init__(self, failures: Sequence[str]) -> None:
+        super().__init__(
+            f"parity failed in {len(failures)} comparisons: " + "; ".join(failures),
+            expected="the served path to agree with what is independent of it",
+            do="start with the first one: a wrong slot makes the draft's logits and the acceptance wrong, too; "
+            "all figures are in parity.json of the stage's partial folder",
+        )
+        self.failures = list(failures)
+
+
+@dataclass
+class ParityFindings:
+    """Everything parity measured; `failures` are the sentences that end the run."""
+
+    slots: list[SlotFinding]
+    logits: LogitFindings
+    drafts: DraftFindings | None
+    acceptance: dict[str, AcceptanceFindings]
+
+    def failures(
+        self, *, max_slot_share: float, max_argmax_difference: float, max_tau_gap: float, skip: Collection[str] = ()
+    ) -> list[str]:
+        """What is wrong, worst first in the order of cause: capture, target, draft, acceptance.
+
+        skip: checks that are off ("slots", "logits", "drafts", "acceptance"); only tests use it.
+        """
+        found: list[str] = []
+        if "slots" not in skip:
+            found += [s.describe() for s in self.slots if not s.agrees(max_slot_share)]
+        if "logits" not in skip:
+            found += self._logit_failures(max_argmax_difference)
+        if self.drafts and "drafts" not in skip:
+            found += [v for name in self.drafts.errors if (v := self.drafts.verdict(name))]
+        if "acceptance" not in skip:
+            found += self._acceptance_failures(max_tau_gap)
+        return found
+
+    def _logit_failures(self, max_difference: float) -> list[str]:
+        logits, found = self.logits, []
+        if logits.share > max_difference or logits.beyond_tie:
+            found.append(
+                f"teacher logits: {logits.describe()}; allowed {max_difference:.2%}, each at a gap of at most 2 ulps"
+            )
+        if logits.error_ratio > MAX_ERROR_RATIO:
+            found.append(
+                f"teacher logits: error against fp32 is {logits.error_ratio:.2f} x that of transformers in bf16 "
+                f"(at most {MAX_ERROR_RATIO})"
+            )
+        if logits.served_differ or logits.tokens_differ:
+            found.append(
+                f"the server's argmax differs from that of its own teacher state at {logits.served_differ} positions, "
+                f"its greedy tokens from its argmax at {logits.tokens_differ}: final norm, head or sampling"
+            )
+        return found
+
+    def _acceptance_failures(self, max_gap: float) -> list[str]:
+        found = []
+        for name, acceptance in self.acceptance.items():
+            if not (acceptance.offline.rounds and acceptance.served.rounds):
+                continue
+            result = compare(acceptance.offline, acceptance.served, max_gap=max_gap)
+            if not result.agrees:
+                first = f"; first: {acceptance.first.describe()}" if acceptance.first else ""
+                found.append(f"acceptance on the {name} prompts, offline against served: {result.describe()}{first}")
+        return found
+
+    def describe(self) -> list[str]:
+        """A line for each comparison, for the person watching."""
+        lines = [s.describe() for s in self.slots] + [f"teacher: {self.logits.describe()}"]
+        if self.drafts:
+            for name, errors in self.drafts.errors.items():
+                steps = ", ".join(f"k={k} {e.error:.4f} ({e.rounds})" for k, e in enumerate(errors, start=1))
+                lines.append(f"draft logits, {name} against the reference, error (rounds): {steps}")
+        for name, a in self.acceptance.items():
+            lines.append(
+                f"acceptance on {name} prompts: offline {a.offline.accept_length:.3f}, served "
+                f"{a.served.accept_length:.3f}; {a.differing_rounds} of {a.rounds} rounds differ"
+                + (f"; first: {a.first.describe()}" if a.first else "")
+            )
+        return lines
+
+    def summary(self) -> dict[str, Any]:
+        """The figures of the stage's manifest."""
+        worst = max(self.slots, key=lambda s: s.share, default=None)
+        return {
+            "largest_slot_share": worst.share if worst else None,
+            "argmax_difference": self.logits.share,
+            "positions": self.logits.positions,
+            "error_ratio": self.logits.error_ratio,
+            "draft_error": {n: max(e.error for e in es) for n, es in self.drafts.errors.items()} if self.drafts else {},
+            "accept_length": {
+                name: {"offline": a.offline.accept_length, "served": a.served.accept_length}
+                for name, a in self.acceptance.items()
+            },
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        drafts = {}
+        if self.drafts:
+            drafts = {
+                name: [
+                    {"step": k, "rounds": e.rounds, "error": e.error, "argmax_differs": e.argmax_differs}
+                    for k, e in enumerate(errors, start=1)
+                ]
+                for name, errors in self.drafts.errors.items()
+            }
+        return {
+            "slots": [asdict(s) | {"share": s.share} for s in self.slots],
+            "logits": asdict(self.logits) | {"share": self.logits.share, "error_ratio": self.logits.error_ratio},
+            "drafts": drafts,
+            "acceptance": {
+                name: {
+                    "offline": a.offline.to_dict(),
+                    "served": a.served.to_dict(),
+                    "rounds": a.rounds,
+                    "differing_rounds": a.differing_rounds,
+                    "first_disagreement": asdict(a.first) if a.first else None,
+                }
+                for name, a in self.acceptance.items()
+            },
+        }
+
+
+def examine(
+    prompts: Sequence[ParityPrompt],
+    traces: Sequence[RequestTrace],
+    target: TargetModel,
+    reference: TargetReference,
+    networks: Mapping[str, Eagle3Network],
+    slots: tuple[int, ...],
+    num_steps: int,
+    progress: Progress = no_progress,
+) -> ParityFindings:
+    """Compares traces with everything that is independent of the server.
+
+    Args:
+        prompts, traces: what was asked and what the server recorded, in the same order.
+        target: loaded by our own loader, for the offline capture.
+        reference: transformers on the same directory.
+        networks: "export" and "trainer"; empty without a draft.
+        slots: in the order that the draft reads them.
+        num_steps: K of the server.
+        progress: called with (done, total).
+    """
+    num_layers = target.config.num_layers
+    plan = CapturePlan(slots, num_layers)
+    logits = LogitFindings()
+    captured: dict[int, list[torch.Tensor]] = {}
+    wanted: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
+    drafts = DraftFindings(num_steps) if networks and num_steps else None
+    acceptance: dict[str, AcceptanceFindings] = {}
+    for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
+        if number < TARGET_CONVERSATIONS:
+            expected = reference.run(trace.token_ids[:-1])
+            logits.add(trace, len(prompt.token_ids), target, expected)
+            for slot, state in trace_slots(trace, slots, num_layers).items():
+                captured.setdefault(slot, []).append(state)
+            for k, state in enumerate(expected.states):
+                wanted[k].append(state)
+            if drafts:
+                compare_drafts(drafts, trace, networks, plan.select(trace.states))
+        if drafts:
+            _add_acceptance(acceptance, prompt, trace, target, networks["export"], plan, num_steps)
+        progress(number + 1, len(prompts))
+    states = {slot: torch.cat(parts) for slot, parts in captured.items()}
+    found = find_slots(states, [torch.cat(parts) for parts in wanted]) if states else []
+    return ParityFindings(found, logits, drafts, acceptance)
+
+
+def _add_acceptance(
+    acceptance: dict[str, AcceptanceFindings],
+    prompt: ParityPrompt,
+    trace: RequestTrace,
+    target: TargetModel,
+    network: Eagle3Network,
+    plan: CapturePlan,
+    num_steps: int,
+) -> None:
+    """Adds one conversation to the findings of its set, its states captured offline anew."""
+    tokens = torch.tensor(trace.token_ids)
+    states, _ = capture_states(target, trace.token_ids[:-1], plan.slots)
+    runs = offline_run_lengths(network, tokens, plan.select(states), len(prompt.token_ids), num_steps)
+    empty = AcceptanceFindings(AcceptanceCounts(num_steps), AcceptanceCounts(num_steps))
+    by_limit = len(tokens) - len(prompt.token_ids) >= prompt.max_new_tokens
+    compare_acceptance(
+        acceptance.setdefault(prompt.set, empty), prompt.name, trace, len(prompt.token_ids), runs, by_limit
+    )
