@@ -1,4 +1,4 @@
-"""What parity found: every comparison of the served path with what is independent of it, and what each failure means."""
+"""What parity found: every comparison of the served path with what is independent of it, and what failures mean."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
