@@ -12,13 +12,16 @@ from slipstream.tasks.round_costs import losing_term, option_dict
 from slipstream.tasks.statistics import speedup, summary
 
 
-def figures(pairs: Sequence[Pair], num_steps: int, replayed: AcceptanceCounts | None) -> dict[str, Any]:
+def figures(
+    pairs: Sequence[Pair], num_steps: int, replayed: AcceptanceCounts | None, same_prompts: bool = False
+) -> dict[str, Any]:
     """Everything that the report shows of the two servers.
 
     Args:
         pairs: measured pairs.
         num_steps: K of the speculative server.
         replayed: prediction of held-out data for this K, where there is one.
+        same_prompts: the prediction is for these very prompts.
     """
     pairs = [pair for pair in pairs if pair.baseline.decode_tokens > 0 and pair.speculation.decode_tokens > 0]
     if not pairs:
@@ -58,7 +61,11 @@ def figures(pairs: Sequence[Pair], num_steps: int, replayed: AcceptanceCounts | 
     }
     if replayed and replayed.rounds and counts.rounds:
         comparison = compare(replayed, counts)
-        result["comparison"] = {"relative_gap": comparison.relative_gap, "text": comparison.describe()}
+        result["comparison"] = {
+            "relative_gap": comparison.relative_gap,
+            "same_prompts": same_prompts,
+            "text": comparison.describe(),
+        }
     if ratio.estimate < 1:
         lost = losing_term(option, replayed.accept_length if replayed else None)
         result["losing_term"] = {"term": lost.term, "why": lost.why}

@@ -24,7 +24,7 @@ from slipstream.tasks.counters import read_settings
 from slipstream.tasks.machine import describe_machine, machine_inputs
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.process import STATE_SUFFIX, group_members, read_record, tail
-from slipstream.tasks.replayed import read_replayed
+from slipstream.tasks.replayed import read_replayed, replay_prompts
 from slipstream.tasks.server import plan_server, running_server
 from slipstream.tasks.stage import Stage, StageContext
 from slipstream.tasks.tune import CHOICE
@@ -72,8 +72,11 @@ def run(context: StageContext) -> dict[str, Any]:
                 else None
             )
         settings = {side: read_settings(url) for side, url in urls.items()}
+    train = context.input("train")
+    same = replay_prompts(train, [prompt.id for prompt in prompts], compared, config.benchmark.max_new_tokens)
+    replayed = same or read_replayed(train).get(compared)
     result = {
-        **figures(pairs, compared, read_replayed(context.input("train")).get(compared)),
+        **figures(pairs, compared, replayed, same_prompts=same is not None),
         "served_num_steps": served,
         "choice": read_json(context.input("tune") / CHOICE),
         "transformers": transformers,

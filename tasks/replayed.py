@@ -1,8 +1,9 @@
 """The prediction that training leaves behind: replayed tau(K) and A_k of held-out conversations."""
 
+from collections.abc import Collection
 from pathlib import Path
 
-from slipstream.engine.acceptance import AcceptanceCounts
+from slipstream.engine.acceptance import AcceptanceCounts, ConversationRuns, run_lengths_to_tau
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.manifest import read_json
 
@@ -31,3 +32,26 @@ def read_replayed(train_dir: Path) -> dict[int, AcceptanceCounts]:
             do="raise data.holdout_fraction or data.max_new_tokens, then run the stages from regenerate on",
         )
     return counts
+
+
+def replay_prompts(
+    train_dir: Path, prompt_ids: Collection[str], num_steps: int, max_new_tokens: int
+) -> AcceptanceCounts | None:
+    """Replays the first answers to certain prompts, cut as the benchmark cuts them.
+
+    With greedy answers these are the very tokens that the benchmark makes, so that the prediction does not differ from
+    what is served by the luck of the prompts. None when a prompt was not evaluated (it was not held out).
+    """
+    data = read_json(train_dir / EVALUATION)
+    if num_steps > data["num_steps"]:
+        return None
+    first: dict[str, ConversationRuns] = {}
+    for answer in data["answers"]:
+        prompt_id = answer["conversation"].partition("#")[0].partition("~")[0]  # one turn, or one sample, of a prompt
+        lengths = answer["run_lengths"]
+        cut = lengths[: max_new_tokens - 1]  # the first token comes from prefill
+        by_limit = answer["ended_by_limit"] or len(cut) < len(lengths)
+        first.setdefault(prompt_id, ConversationRuns(cut, by_limit))
+    if not set(prompt_ids) <= set(first):
+        return None
+    return run_lengths_to_tau([first[prompt_id] for prompt_id in prompt_ids], num_steps, data["num_steps"])
