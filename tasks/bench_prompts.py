@@ -5,14 +5,11 @@ from typing import TYPE_CHECKING
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.bench_client import Prompt
-from slipstream.tasks.facts import prompts_path
-from slipstream.tasks.manifest import sha256_files
+from slipstream.tasks.facts import HOLDOUT
 from slipstream.tasks.prompts import assign_splits, load_prompts
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
-
-HOLDOUT = "builtin-holdout"
 
 
 def benchmark_prompts(deployment: "Deployment") -> list[Prompt]:
@@ -42,9 +39,3 @@ def benchmark_prompts(deployment: "Deployment") -> list[Prompt]:
     rank = {prompt_id: i for ids in by_category.values() for i, prompt_id in enumerate(ids)}
     mixed = sorted(prompts, key=lambda prompt: (rank[prompt.id], prompt.category, prompt.id))
     return [Prompt(p.id, ({"role": "user", "content": p.turns[0]},)) for p in mixed[: bench.num_prompts]]
-
-
-def prompt_files(deployment: "Deployment") -> dict[str, str]:
-    """Content hash of the file that the prompts come from, for a stage's `external` inputs."""
-    source = deployment.data.prompts if deployment.benchmark.prompts == HOLDOUT else deployment.benchmark.prompts
-    return sha256_files([prompts_path(source)])

@@ -18,15 +18,16 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.bench_client import Prompt, ask_all
 from slipstream.tasks.bench_figures import figures
 from slipstream.tasks.bench_pairs import Pair, Side, measure_pairs
-from slipstream.tasks.bench_prompts import benchmark_prompts, prompt_files
+from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.bench_transformers import TransformersProcess
 from slipstream.tasks.counters import read_settings
-from slipstream.tasks.machine import describe_machine, machine_inputs
+from slipstream.tasks.machine import describe_machine
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.process import STATE_SUFFIX, group_members, read_record, tail
+from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import read_replayed, replay_prompts
 from slipstream.tasks.server import plan_server, running_server
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.stage import StageContext
 from slipstream.tasks.tune import CHOICE
 
 PAIRS = "pairs.jsonl"
@@ -193,22 +194,4 @@ def _pair_fields(pair: Pair | None) -> dict[str, Any]:
     return fields
 
 
-STAGE = Stage(
-    name="benchmark",
-    version=1,
-    needs=("resolve", "train", "convert", "tune", "launch"),
-    config_sections=(
-        "benchmark",
-        "server.dtype",
-        "server.max_running_requests",
-        "server.max_context_tokens",
-        "server.block_size_tokens",
-        "server.prefill_chunk_tokens",
-        "host.threads",
-        "data.prompts",
-        "data.holdout_fraction",
-        "data.seed",
-    ),
-    run=run,
-    external=lambda deployment: {**prompt_files(deployment), **machine_inputs(deployment)},
-)
+STAGE = get_stage("benchmark")

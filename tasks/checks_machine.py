@@ -1,4 +1,4 @@
-"""Checks of the machine: prompts, disk, memory and port (F15)."""
+"""Checks of the machine: target, prompts, disk, memory and port (F15)."""
 
 import shutil
 from collections.abc import Iterator
@@ -114,7 +114,7 @@ def _port(facts: Facts) -> Iterator[Finding]:
 def our_processes(workdir: Path) -> set[int]:
     """Pids of the living processes that runs in `workdir` started, by their state files: cleanup will stop them."""
     pids: set[int] = set()
-    for state_file in workdir.glob("*.state.json"):
+    for state_file in (*workdir.glob("*.state.json"), *workdir.glob("*/*.state.json")):
         record = read_record(state_file)
         if record is not None:
             pids.update(member.pid for member in group_members(record.identity))
@@ -143,7 +143,18 @@ def _prompts(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _target_there(facts: Facts) -> Iterator[Finding]:
+    if facts.target_problem:
+        yield Finding(
+            "target",
+            f"{facts.say('target.source')}: {facts.target_problem}",
+            "a target that is there and that the engine can run",
+            ("correct target.source",),
+        )
+
+
 MACHINE: tuple[Check, ...] = (
+    Check("target", "the target is there and its kind is known", _target_there),
     Check("prompts", "the prompts are there and readable", _prompts),
     Check("disk", "the disk holds what the run writes", _disk),
     Check("memory", "the largest stage fits into memory", _memory),

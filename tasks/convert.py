@@ -22,7 +22,8 @@ from slipstream.engine.training.checkpoint import load_network
 from slipstream.engine.training.init import TargetWeights
 from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.extract import CONVERSATIONS
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
 
 DRAFT = "draft"
 
@@ -110,10 +111,4 @@ def outside_vocabulary(context: StageContext, network: Eagle3Network) -> dict[st
     return shares
 
 
-STAGE = Stage(
-    name="convert",
-    version=1,
-    needs=("resolve", "regenerate", "train"),
-    config_sections=("server.dtype", "server.max_context_tokens"),
-    run=run,
-)
+STAGE = get_stage("convert")

@@ -21,7 +21,8 @@ from slipstream.engine.runner import capture_states
 from slipstream.engine.store_manifest import StoreSpec
 from slipstream.engine.teacher_check import check_teacher
 from slipstream.tasks.conversations import ConversationRecord, read_conversations
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -119,10 +120,4 @@ def check_some_supervised(usable: Sequence[ConversationRecord], total: int) -> N
         )
 
 
-STAGE = Stage(
-    name="extract",
-    version=1,
-    needs=("resolve", "regenerate"),
-    config_sections=("capture", "server.dtype"),
-    run=run,
-)
+STAGE = get_stage("extract")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 # Weights are hashed to see whether they are still those of the extraction; above this size it would take too long here.
 HASHED_WEIGHTS_BYTES = 1 << 30
+HOLDOUT = "builtin-holdout"  # of benchmark.prompts: the held-out part of data.prompts
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -66,6 +67,7 @@ class Facts:
         target: shapes of the target, None while unknown.
         target_dir: its directory, None while it is not there.
         target_words: where the shapes come from, or why they are unknown.
+        target_problem: why the target cannot be served; "" while nothing speaks against it.
         resolve_stale: why the resolved target is not of this deployment; "" when it is, or when nothing was resolved.
         store, draft: what earlier runs left, None where there is nothing.
         remade: stages that the coming run repeats; what they left is not used as it lies there. Empty at launch.
@@ -77,6 +79,7 @@ class Facts:
     target: ModelConfig | None = None
     target_dir: Path | None = None
     target_words: str = "unknown until resolve"
+    target_problem: str = ""
     resolve_stale: str = ""
     store: StoreFacts | None = None
     draft: DraftFacts | None = None
@@ -127,17 +130,26 @@ def gather(
 ) -> Facts:
     """Reads what there is. `origins` maps a dotted key to anything whose text says where the value came from.
 
-    Raises SlipstreamError for a config.json or a manifest that cannot be read.
+    Raises SlipstreamError for a manifest or a draft's config.json that cannot be read.
     """
     workdir = deployment.host.workdir if workdir is None else workdir
     target_dir, words, stale = _find_target(deployment, workdir)
+    target, problem = None, ""
+    if target_dir is not None:
+        try:
+            target = ModelConfig.from_dir(target_dir)
+        except SlipstreamError as error:
+            problem, words = str(error), "unknown: its config.json is not that of a target we can serve"
+    elif deployment.target.kind == "local":
+        problem = words.removeprefix("unknown: ")
     return Facts(
         deployment=deployment,
         workdir=workdir,
         origins={key: str(origin) for key, origin in (origins or {}).items()},
-        target=None if target_dir is None else ModelConfig.from_dir(target_dir),
+        target=target,
         target_dir=target_dir,
         target_words=words,
+        target_problem=problem,
         resolve_stale=stale,
         store=_read_store(workdir / "extract" / "store"),
         draft=_read_draft(workdir / "convert" / "draft"),

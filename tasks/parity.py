@@ -22,14 +22,15 @@ from slipstream.engine.loader import load_target
 from slipstream.engine.serving.trace_file import unpack_trace
 from slipstream.engine.trace import RequestTrace
 from slipstream.engine.training.checkpoint import load_network
-from slipstream.tasks.bench_prompts import benchmark_prompts, prompt_files
+from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.extract import CONVERSATIONS, capture_plan
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
 from slipstream.tasks.parity_target import TargetReference
+from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, plan_server, running_server
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.stage import StageContext
 
 PARITY = "parity.json"
 VALIDATION_CONVERSATIONS = 32
@@ -136,11 +137,4 @@ def parity_prompts(context: StageContext, model_dir: Path) -> list[ParityPrompt]
     return prompts
 
 
-STAGE = Stage(
-    name="parity",
-    version=1,
-    needs=("resolve", "regenerate", "train", "convert"),
-    config_sections=("capture", "speculation", "server", "benchmark", "gates", "data.max_new_tokens"),
-    run=run,
-    external=prompt_files,
-)
+STAGE = get_stage("parity")

@@ -16,10 +16,10 @@ from slipstream.engine.loader import load_target
 from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import ConversationRecord, append, resume_conversations
 from slipstream.tasks.dialogues import Answers, start_dialogues
-from slipstream.tasks.facts import prompts_path
-from slipstream.tasks.manifest import sha256_files, write_atomic
+from slipstream.tasks.manifest import write_atomic
 from slipstream.tasks.prompts import load_prompts
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -115,15 +115,4 @@ def example(records: Sequence[ConversationRecord]) -> ConversationRecord:
     return min(records, key=lambda r: (-answers(r), len(r.token_ids)))
 
 
-def _prompt_file(config: "Deployment") -> dict[str, str]:
-    return sha256_files([prompts_path(config.data.prompts)])
-
-
-STAGE = Stage(
-    name="regenerate",
-    version=1,
-    needs=("resolve",),
-    config_sections=("data", "server.dtype", "server.max_context_tokens"),
-    run=run,
-    external=_prompt_file,
-)
+STAGE = get_stage("regenerate")

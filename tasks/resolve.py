@@ -15,8 +15,9 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
 from slipstream.tasks.perplexity import fixed_text, perplexity
-from slipstream.tasks.stage import Stage, StageContext
-from slipstream.tasks.target_sources import find_target, local_files, model_files
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
+from slipstream.tasks.target_sources import find_target, model_files
 
 MODEL = "model"
 SAY_EVERY_SECONDS = 5.0
@@ -100,13 +101,4 @@ class _Listener:
             self._context.say(f"{what}: {done / 1e6:.0f} MB so far")
 
 
-STAGE = Stage(
-    name="resolve",
-    version=1,
-    needs=(),
-    # The gate is not here: it decides whether the run goes on, not what is written, and the report judges the recorded
-    # figure again. A changed bound must not make everything downstream anew.
-    config_sections=("target",),
-    run=run,
-    external=local_files,
-)
+STAGE = get_stage("resolve")

