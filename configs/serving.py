@@ -84,7 +84,7 @@ class Benchmark(Section):
         default=2, description="Prompts sent to each server before anything is measured."
     )
     compare_transformers: bool = Field(
-        False,
+        default=False,
         description="Also measure `transformers` generate on a few of the prompts, one stream, without speculation.",
     )
     seed: Seed = Field(default=0, description="Seed of the order of the prompts and of the requests.")

@@ -1,0 +1,83 @@
+"""The flow: from a package to a benchmarked speculative server and back to a clean machine.
+
+One flow with a Prefect task for each stage. The stages' own manifests decide what is skipped, not Prefect's cache, so
+that a stage run by hand and one run here are the same. Whatever happens, servers that the run started are stopped,
+but for `server.after: keep` after a run that ended well.
+"""
+
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prefect import flow, task
+from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.states import Completed, State
+
+from slipstream.configs.load import load
+from slipstream.tasks import gates
+from slipstream.tasks.lock import workdir_lock
+from slipstream.tasks.registry import all_stages, get_stage
+from slipstream.tasks.reporting import NullReporter, Reporter
+from slipstream.tasks.stage import Stage, StageResult, run_stage
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
+
+# The listener is no parameter of the flow: parameters are stored, and a deployed run has nobody who watches.
+REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
+
+
+@flow(name="lifecycle", description=__doc__, persist_result=False)
+def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict[str, Any]]:
+    """Runs all stages of a deployment.
+
+    Args:
+        config: path of the deployment's YAML file.
+        overrides: `section.field=value` each.
+
+    Returns: stage -> {"status": "done" | "skipped", "seconds"}.
+    Raises what a stage raises; SlipstreamError when a gate fails, after the report is written.
+    """
+    deployment = load(config, overrides or ()).deployment
+    workdir, reporter = deployment.host.workdir, REPORTER.get() or NullReporter()
+    with workdir_lock(workdir):
+        keep = False
+        try:
+            _stop_servers(deployment, workdir, reporter)  # of an earlier run that was killed
+            results = [_as_task(stage, deployment, workdir, reporter) for stage in all_stages()]
+            report = results[-1]
+            _publish(report)
+            gates.require(report.figures["gates"])
+            keep = deployment.server.after == "keep"
+        finally:
+            if not keep:
+                _stop_servers(deployment, workdir, reporter)
+    return {result.name: {"status": result.status, "seconds": result.seconds} for result in results}
+
+
+def _as_task(stage: Stage, deployment: "Deployment", workdir: Path, reporter: Reporter) -> StageResult:
+    """Runs a stage as a Prefect task of its name. A skipped stage shows as state `Skipped`."""
+
+    def run() -> State[StageResult] | StageResult:
+        result = run_stage(stage, deployment, workdir, reporter)
+        if result.status == "skipped":
+            return Completed(name="Skipped", message="its fingerprint is unchanged", data=result)
+        return result
+
+    # A new task for each stage, without parameters: Prefect would walk through and store them.
+    stage_task: Any = task(name=stage.name, task_run_name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)
+    return stage_task()
+
+
+def _stop_servers(deployment: "Deployment", workdir: Path, reporter: Reporter) -> None:
+    """The cleanup stage, outside of Prefect: it has to work when the flow is being torn down."""
+    run_stage(get_stage("cleanup"), deployment, workdir, reporter)
+
+
+def _publish(report: StageResult) -> None:
+    """The report as Prefect artifacts: table, summary, link to the page."""
+    page = report.dir / "report.html"
+    create_table_artifact(key="slipstream-table", table=report.figures["table"], description=report.figures["verdict"])
+    create_markdown_artifact(key="slipstream-report", markdown=report.figures["markdown"])
+    create_link_artifact(key="slipstream-page", link=page.absolute().as_uri(), link_text="report.html")

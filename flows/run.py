@@ -1,0 +1,45 @@
+"""`slipstream run`: the flow with its Prefect server, its progress and its end, for a person at a terminal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from slipstream.configs.load import load
+from slipstream.flows.prefect_server import prefect_server
+from slipstream.flows.progress import RichReporter
+from slipstream.flows.signals import unwinding_signals
+from slipstream.tasks.manifest import read_json
+
+
+def run_lifecycle(
+    config: Path, overrides: Sequence[str] = (), console: Console | None = None
+) -> dict[str, dict[str, Any]]:
+    """Runs the whole lifecycle of a deployment and prints its table.
+
+    Returns: stage -> {"status", "seconds"}.
+    Raises SlipstreamError for people; KeyboardInterrupt or SystemExit when it was ended from outside. In every case
+    nothing that it started is left running, but for the server with `server.after: keep`.
+    """
+    console = console or Console()
+    workdir = load(config, overrides).deployment.host.workdir
+    with unwinding_signals(), prefect_server(workdir):
+        from slipstream.flows.lifecycle import REPORTER, lifecycle  # only now: prefect reads its settings when imported
+
+        with RichReporter(console) as reporter:
+            token = REPORTER.set(reporter)
+            try:
+                return lifecycle(str(config), list(overrides))
+            finally:
+                REPORTER.reset(token)
+                _print_report(workdir, console)
+
+
+def _print_report(workdir: Path, console: Console) -> None:
+    """The table of the finished report, where this run came that far."""
+    manifest = workdir / "report" / "manifest.json"
+    if manifest.is_file():
+        from slipstream.tasks.report_text import rich_report
+
+        console.print(rich_report(read_json(manifest)["figures"], workdir / "report" / "report.html"))
