@@ -20,6 +20,7 @@ from slipstream.engine.alignment import slot_mask
 from slipstream.engine.capture import CapturePlan, slot_id
 from slipstream.engine.chat import ChatTokenizer, mask_runs
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
+from slipstream.engine.drafts.eagle3.hf_config import scaling_alone
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab, count_tokens, select_draft_vocab
@@ -42,7 +43,8 @@ from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import ConversationRecord, read_conversations
 from slipstream.tasks.extract import CONVERSATIONS, STORE, capture_plan, read_sample
 from slipstream.tasks.manifest import write_json
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
 from slipstream.tasks.training_plots import plot_replayed
 
 if TYPE_CHECKING:
@@ -192,7 +194,7 @@ def check_masks(context: StageContext, model_dir: Path, inputs: Inputs, skip: Co
     shown: ConversationRecord | None = None
     for conversation_id in inputs.store.conversation_ids():
         record = inputs.records[conversation_id]
-        states = inputs.store.read(conversation_id, token_ids=record.token_ids)
+        states = inputs.store.read(conversation_id, token_ids=None if "F17" in skip else record.token_ids)
         if "F10" not in skip:
             spans = list(tokenizer.answer_spans(record.token_ids))
             for step in range(1, context.config.training.num_steps + 1):
@@ -226,7 +228,7 @@ def draft_config(config: "Deployment", model: ModelConfig, plan: CapturePlan) ->
         head_dim=model.head_dim,
         rms_norm_eps=model.rms_norm_eps,
         rope_theta=model.rope_theta,
-        rope_scaling=model.rope_scaling,
+        rope_scaling=scaling_alone(model.rope_scaling),
         max_position=draft.max_context_tokens or config.server.max_context_tokens,
         vocab_size=model.vocab_size,
         draft_vocab_size=draft.draft_vocab_size or model.vocab_size,
@@ -300,10 +302,4 @@ def warn_of_other_tokens(context: StageContext, evaluation: Evaluation) -> None:
         )
 
 
-STAGE = Stage(
-    name="train",
-    version=1,
-    needs=("resolve", "regenerate", "extract"),
-    config_sections=("capture", "draft", "training", "server.dtype", "server.max_context_tokens"),
-    run=run,
-)
+STAGE = get_stage("train")

@@ -42,6 +42,12 @@ class DraftRecord:
     training_fingerprint: str
 
 
+def scaling_alone(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """`rope_scaling` or `rope_parameters` without the theta that newer files keep in it; None for plain rotary."""
+    scaling = {key: value for key, value in (rope or {}).items() if key != "rope_theta"}
+    return None if scaling.get("rope_type", scaling.get("type", "default")) == "default" else scaling
+
+
 def engine_ids(config: Eagle3Config, family: Family) -> dict[Engine, tuple[int, ...] | str]:
     """Layer ids to write for each engine; a text says why that engine cannot serve this draft."""
     result: dict[Engine, tuple[int, ...] | str] = {}
@@ -60,9 +66,6 @@ def engine_ids(config: Eagle3Config, family: Family) -> dict[Engine, tuple[int, 
 def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dtype: str) -> None:
     """Writes config.json and slipstream.json. Args: dtype: of the weights, as torch names it without `torch.`."""
     ids = engine_ids(config, record.family)
-    rope = dict(config.rope_scaling or {})
-    rope.pop("rope_theta", None)
-    plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     # Where SGLang cannot serve the draft, an empty list makes it stop; without a list it would capture its defaults.
     # vLLM takes its defaults for an empty list too, so it always gets our ids.
     sglang = ids[Engine.SGLANG]
@@ -79,7 +82,7 @@ def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dt
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None if plain else rope,
+        "rope_scaling": scaling_alone(config.rope_scaling),
         "max_position_embeddings": config.max_position,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
@@ -159,7 +162,7 @@ def read_config(
             head_dim=value.get("head_dim") or value["hidden_size"] // value["num_attention_heads"],
             rms_norm_eps=value["rms_norm_eps"],
             rope_theta=float(value.get("rope_theta") or (rope or {})["rope_theta"]),
-            rope_scaling=rope,
+            rope_scaling=scaling_alone(rope),
             max_position=value["max_position_embeddings"],
             vocab_size=value["vocab_size"],
             draft_vocab_size=value.get("draft_vocab_size") or value["vocab_size"],
