@@ -148,7 +148,7 @@ class Training(Section):
     """How the draft is trained."""
 
     num_steps: PositiveInt = Field(
-        default=3,
+        default=5,
         description="Unrolled draft steps in training (training-time test); steps served beyond it are untrained.",
     )
     epochs: PositiveInt = Field(default=10, description="Passes over the training conversations.")

@@ -1,6 +1,5 @@
 """The plan of a deployment: what would happen, what is derived, what is wrong, what it costs. Starts nothing."""
 
-import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from slipstream.engine.capture import slot_name
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import derived
 from slipstream.tasks.checks import Facts, Finding, find, gather
-from slipstream.tasks.checks_machine import disk_needed, existing_parent, human_bytes
+from slipstream.tasks.checks_machine import disks, human_bytes
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
 from slipstream.tasks.registry import all_stages
 from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
@@ -172,7 +171,7 @@ def _of_target(plan: Plan) -> list[Derived]:
         return rows  # the checks say what is wrong with it
     for engine, ids in derived.ids_for_engines(draft, target).items():
         rows.append(Derived(f"slots for {engine}", ids, "layer ids that make it capture the same states"))
-    dtype = deployment.target.dtype
+    dtype = deployment.server.dtype  # states are captured as the server computes them
     answer, other = derived.store_bytes_per_token(len(slots), target.hidden_size, dtype)
     rows.append(
         Derived(
@@ -182,9 +181,8 @@ def _of_target(plan: Plan) -> list[Derived]:
             f"elsewhere, and {derived.TOKEN_ID_AND_MASK_BYTES} of token id and mask",
         )
     )
-    served = deployment.server.dtype
-    kv = derived.kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, served)
-    draft_kv = derived.kv_bytes_per_token(1, draft.num_kv_heads, draft.head_dim, served)
+    kv = derived.kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, dtype)
+    draft_kv = derived.kv_bytes_per_token(1, draft.num_kv_heads, draft.head_dim, dtype)
     rows.append(
         Derived("KV cache", f"{kv} bytes a token, draft {draft_kv}", "2 x layers x KV heads x head size x bytes")
     )
@@ -229,18 +227,16 @@ class Room:
 
 def room(plan: Plan) -> list[Room]:
     """Disk and memory: what the coming run needs against what is there."""
-    known = any(plan.costs[name].disk_bytes for name in plan.needed if name in plan.costs) or not plan.needed
-    by_device: dict[int, tuple[Path, int]] = {}
-    for path, needed in disk_needed(plan.facts).items():
-        place = existing_parent(path)
-        device = place.stat().st_dev
-        by_device[device] = (place, by_device.get(device, (place, 0))[1] + needed)
-    most = max((plan.costs[name].memory_bytes for name in plan.needed if name in plan.costs), default=0)
-    disks = [
-        Room(f"disk of {place}", needed if known else None, shutil.disk_usage(place).free)
-        for place, needed in by_device.values()
+    costed = [plan.costs[name] for name in plan.needed if name in plan.costs]
+    known = any(cost.disk_bytes for cost in costed) or not plan.needed
+    most = max((cost.memory_bytes for cost in costed), default=0)
+    return [
+        *(
+            Room(f"disk of {disk.place}", disk.needed_bytes if known else None, disk.free_bytes)
+            for disk in disks(plan.facts)
+        ),
+        Room("memory, largest stage", most if known else None, psutil.virtual_memory().available),
     ]
-    return [*disks, Room("memory, largest stage", most if known else None, psutil.virtual_memory().available)]
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

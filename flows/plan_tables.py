@@ -30,18 +30,14 @@ def show_findings(plan: Plan, console: Console) -> None:
 
 
 def seconds_words(cost: Cost | None) -> str:
-    """`about 2 min (estimate)` or `12 s (last time)`."""
+    """`12 s` as measured in an earlier run, `~2 min` as estimated, `unknown`."""
     if cost is None or cost.seconds is None:
         return "unknown"
     seconds = cost.seconds
-    words = (
-        f"{seconds:.0f} s"
-        if seconds < 120
-        else f"{seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
-    return f"{words} (last time)" if cost.measured else f"about {words} (estimate)"
+    words = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds >= 7200:
+        words = f"{seconds / 3600:.1f} h"
+    return words if cost.measured else f"~{words}"
 
 
 def _values(plan: Plan) -> Table:
@@ -68,7 +64,8 @@ def _derived(plan: Plan) -> Table:
 
 
 def _stages(plan: Plan) -> Table:
-    table = _table("Stages", "stage", "state", "why", "time", "disk", "memory")
+    columns = ("stage", "state", "why", "time", "~ disk", "~ memory")
+    table = _table("Stages (~ is a rough estimate, other times are those of the last run)", *columns)
     for status in plan.statuses:
         cost = plan.costs.get(status.name)
         needed = status.state == "needed"

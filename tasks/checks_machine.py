@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -9,9 +10,10 @@ import psutil
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.estimates import costs
-from slipstream.tasks.facts import Facts, prompts_path, read_prompt_sizes
+from slipstream.tasks.facts import HOLDOUT, Facts, prompts_path
 from slipstream.tasks.ports import port_holders, port_is_free
 from slipstream.tasks.process import group_members, read_record
+from slipstream.tasks.prompts import held_out_count, load_prompts
 
 IN_CACHE = ("resolve",)  # stages that write into the cache instead of the working directory
 
@@ -33,28 +35,38 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def disk_needed(facts: Facts) -> dict[Path, int]:
-    """Directory -> bytes that the stages still to run write below it."""
-    needed = {facts.workdir: 0, facts.deployment.host.cache_dir: 0}
+@dataclass(frozen=True)
+class Disk:
+    """One file system: a directory on it, the bytes that the stages still to run write there, the bytes free."""
+
+    place: Path
+    needed_bytes: int
+    free_bytes: int
+
+
+def disks(facts: Facts) -> list[Disk]:
+    """The file systems of the working directory and of the cache: one when they are the same."""
+    cache = facts.deployment.host.cache_dir
+    needed = {facts.workdir: 0, cache: 0}
     for stage, cost in costs(facts).items():
         if stage in facts.remade:
-            needed[facts.deployment.host.cache_dir if stage in IN_CACHE else facts.workdir] += cost.disk_bytes
-    return needed
+            needed[cache if stage in IN_CACHE else facts.workdir] += cost.disk_bytes
+    found: dict[int, Disk] = {}
+    for path, number in needed.items():
+        place = existing_parent(path)
+        device = place.stat().st_dev
+        disk = found.get(device, Disk(place, 0, shutil.disk_usage(place).free))
+        found[device] = replace(disk, needed_bytes=disk.needed_bytes + number)
+    return list(found.values())
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
-    by_device: dict[int, tuple[Path, int]] = {}
-    for path, needed in disk_needed(facts).items():
-        place = existing_parent(path)
-        device = place.stat().st_dev
-        by_device[device] = (place, by_device.get(device, (place, 0))[1] + needed)
-    for place, needed in by_device.values():
-        free = shutil.disk_usage(place).free
-        if needed > free:
+    for disk in disks(facts):
+        if disk.needed_bytes > disk.free_bytes:
             yield Finding(
                 "disk",
-                f"the disk of {place} has {human_bytes(free)} free; this run writes about {human_bytes(needed)} "
-                "(estimate)",
+                f"the disk of {disk.place} has {human_bytes(disk.free_bytes)} free; this run writes about "
+                f"{human_bytes(disk.needed_bytes)} (estimate)",
                 "room for the outputs of the stages",
                 (
                     "make room",
@@ -122,24 +134,35 @@ def our_processes(workdir: Path) -> set[int]:
 
 
 def _prompts(facts: Facts) -> Iterator[Finding]:
-    for key, name in (
-        ("data.prompts", facts.deployment.data.prompts),
-        ("benchmark.prompts", facts.deployment.benchmark.prompts),
-    ):
-        path = prompts_path(name)
+    data, benchmark = facts.deployment.data, facts.deployment.benchmark
+    own_file = benchmark.prompts != HOLDOUT
+    counted: dict[str, int] = {}
+    sources = {"data.prompts": data.prompts, **({"benchmark.prompts": benchmark.prompts} if own_file else {})}
+    for key, name in sources.items():
         try:
-            if read_prompt_sizes(path):
-                continue
-            what = f"{path} holds no prompt"
-        except SlipstreamError as error:
-            what = error.found
+            counted[key] = len(load_prompts(name))
         except (OSError, UnicodeDecodeError) as error:
-            what = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
+            problem = f"{prompts_path(name)} cannot be read: {getattr(error, 'strerror', None) or error}"
+        except SlipstreamError as error:
+            problem = error.found
+        else:
+            continue
         yield Finding(
             "prompts",
-            f"{facts.say(key)}: {what}",
-            'JSON lines, one {"id", "category", "turns"} each',
+            f"{facts.say(key)}: {problem}",
+            'JSON lines, one {"id": ..., "category": ..., "turns": [...]} each',
             ("correct the path or the file", f"leave {key} out to use the prompts that ship with Slipstream"),
+        )
+    if len(counted) < len(sources):
+        return
+    there = counted["benchmark.prompts"] if own_file else held_out_count(counted["data.prompts"], data.holdout_fraction)
+    if benchmark.num_prompts > there:
+        what = "benchmark.prompts" if own_file else "data.holdout_fraction"
+        yield Finding(
+            "prompts",
+            f"{facts.say('benchmark.num_prompts')}, but {facts.say(what)} gives {there}",
+            "as many prompts as are asked for: one that is sent twice finds its answer's start in the cache",
+            (f"write benchmark.num_prompts: {there}", f"change {what}"),
         )
 
 

@@ -12,8 +12,9 @@ from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
 from slipstream.tasks import derived
-from slipstream.tasks.facts import Facts, prompts_path, read_prompt_sizes
+from slipstream.tasks.facts import Facts
 from slipstream.tasks.manifest import MANIFEST, read_json
+from slipstream.tasks.prompts import load_prompts
 
 # Of two cores of a present-day server, measured with a model of 135 million parameters.
 READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
@@ -56,7 +57,7 @@ def count_tokens(facts: Facts) -> Tokens | None:
     """Tokens of the conversations; None when the prompts cannot be read (a check of its own says so)."""
     data = facts.deployment.data
     try:
-        sizes = read_prompt_sizes(prompts_path(data.prompts))
+        sizes = [sum(map(len, prompt.turns)) for prompt in load_prompts(data.prompts)]
     except (OSError, SlipstreamError):
         return None
     number = len(sizes) * data.samples_per_prompt
@@ -148,8 +149,7 @@ class _Formulas:
         return Cost(seconds, self.tokens.total * CONVERSATION_BYTES_PER_TOKEN, self.server_memory())
 
     def extract(self) -> Cost:
-        # The states are kept in the type in which the target computes them.
-        dtype = self.deployment.target.dtype
+        dtype = self.deployment.server.dtype  # states are captured as the server computes them
         answer, other = derived.store_bytes_per_token(len(self.draft.slots), self.target.hidden_size, dtype)
         disk = answer * self.tokens.answer_tokens + other * self.tokens.other_tokens
         seconds = 2 * self.parameters * self.tokens.total / OPERATIONS_PER_SECOND

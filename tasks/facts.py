@@ -3,7 +3,6 @@
 Gathering starts no process, loads no tensor and writes nothing.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.model_config import ModelConfig
 from slipstream.tasks.manifest import MANIFEST, read_json
+from slipstream.tasks.target_sources import check_complete
+from slipstream.tasks.wheel_target import IMPORT_VERSION
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -137,9 +138,11 @@ def gather(
     target, problem = None, ""
     if target_dir is not None:
         try:
+            if deployment.target.kind == "local":
+                check_complete(target_dir)
             target = ModelConfig.from_dir(target_dir)
         except SlipstreamError as error:
-            problem, words = str(error), "unknown: its config.json is not that of a target we can serve"
+            problem, words = error.found, "unknown: this is not a target that we can serve"
     elif deployment.target.kind == "local":
         problem = words.removeprefix("unknown: ")
     return Facts(
@@ -184,9 +187,9 @@ def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, 
 
 def _cached(deployment: "Deployment") -> Path | None:
     """The directory that resolve made from the same wheel for another working directory."""
-    name = f"{deployment.target.expected_sha256}-{deployment.target.dtype}-v*"
-    found = sorted((deployment.host.cache_dir / "targets").glob(name))
-    return next((path for path in reversed(found) if (path / "config.json").is_file()), None)
+    name = f"{deployment.target.expected_sha256}-{deployment.target.dtype}-v{IMPORT_VERSION}"
+    path = deployment.host.cache_dir / "targets" / name
+    return path if (path / "config.json").is_file() else None
 
 
 def _other_target(recorded: Mapping[str, Any], deployment: "Deployment") -> str:
@@ -249,22 +252,3 @@ def prompts_path(name: str) -> Path:
     if name.startswith("builtin"):
         return Path(str(files("slipstream.configs") / "prompts.jsonl"))
     return Path(name).expanduser()
-
-
-def read_prompt_sizes(path: Path) -> list[int]:
-    """Characters of each prompt of a JSON-lines file. Raises SlipstreamError for a line that is not JSON."""
-    sizes = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            prompt = json.loads(line)
-            turns = prompt["turns"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise SlipstreamError(
-                f"{path}:{number} is not a prompt: {error!r}",
-                expected='one JSON object a line: {"id": ..., "category": ..., "turns": [...]}',
-                do="correct that line",
-            ) from error
-        sizes.append(len(json.dumps(turns, ensure_ascii=False)))
-    return sizes

@@ -66,6 +66,11 @@ def _parse(line: str, where: str) -> Prompt:
     return Prompt(value["id"], value["category"], tuple(value["turns"]))
 
 
+def held_out_count(prompts: int, holdout_fraction: float) -> int:
+    """How many of so many prompts are held out: at least one, and at least one is left to train on."""
+    return min(max(round(prompts * holdout_fraction), 1), prompts - 1)
+
+
 def assign_splits(prompts: Sequence[Prompt], holdout_fraction: float, seed: int) -> dict[str, Split]:
     """Prompt id -> "train" or "holdout".
 
@@ -78,7 +83,7 @@ def assign_splits(prompts: Sequence[Prompt], holdout_fraction: float, seed: int)
             expected="two or more",
             do="add prompts to the file of data.prompts",
         )
-    count = min(max(round(len(prompts) * holdout_fraction), 1), len(prompts) - 1)
+    count = held_out_count(len(prompts), holdout_fraction)
     by_hash = sorted((hashlib.sha256(f"{seed}/{p.id}".encode()).hexdigest(), p.id) for p in prompts)
     held_out = {prompt_id for _, prompt_id in by_hash[:count]}
     return {p.id: "holdout" if p.id in held_out else "train" for p in prompts}
