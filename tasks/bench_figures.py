@@ -11,6 +11,8 @@ from slipstream.tasks.counters import NOTHING, Counters
 from slipstream.tasks.round_costs import losing_term, option_dict
 from slipstream.tasks.statistics import speedup, summary
 
+LARGEST_GAP = 100.0  # stands for "nothing was accepted"
+
 
 def figures(
     pairs: Sequence[Pair], num_steps: int, replayed: AcceptanceCounts | None, same_prompts: bool = False
@@ -62,7 +64,7 @@ def figures(
     if replayed and replayed.rounds and counts.rounds:
         comparison = compare(replayed, counts)
         result["comparison"] = {
-            "relative_gap": comparison.relative_gap,
+            "relative_gap": min(comparison.relative_gap, LARGEST_GAP),  # JSON has no infinity
             "same_prompts": same_prompts,
             "text": comparison.describe(),
         }
