@@ -27,6 +27,7 @@ from slipstream.tasks.manifest import read_json, write_json
 POLL_SECONDS = 0.05
 START_SECONDS = 60.0  # for the interpreter to come up and write the state file, on a very busy machine
 NEUTRAL_DIRECTORY = "/"
+STATE_SUFFIX = ".state.json"  # <workdir>/<name>.state.json names a process that runs in `workdir` started
 
 
 @dataclass(frozen=True)

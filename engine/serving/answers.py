@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.serving.generation import Delta, Generation, TokenLogprob
+from slipstream.engine.text_stop import REPLACEMENT
 
 DONE = b"data: [DONE]\n\n"
 
@@ -109,8 +110,11 @@ class Answer:
         }
 
     def _spell(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token_id)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        whole = REPLACEMENT not in text
+        return {"token": self._text(token_id), "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
     def _text(self, token_id: int) -> str:
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        """A token's spelling; its id where it is only a part of a character, since many would look alike."""
+        text = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return text if REPLACEMENT not in text else f"token_id:{token_id}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -117,8 +118,12 @@ def create_app(front: Front) -> FastAPI:
     @app.get("/health")
     async def health() -> JSONResponse:
         reason = front.not_ready()
-        seconds = round(time.time() - front.started, 3)
-        body = {"status": "unavailable" if reason else "ready", "phase": front.phase(), "seconds": seconds}
+        body = {
+            "status": "unavailable" if reason else "ready",
+            "phase": front.phase(),
+            "seconds": round(time.time() - front.started, 3),
+            "in_flight": front.client.in_flight,
+        }
         return JSONResponse({**body, "reason": reason} if reason else body, 503 if reason else 200)
 
     @app.get("/metrics")
@@ -129,7 +134,8 @@ def create_app(front: Front) -> FastAPI:
     @app.get("/slipstream/settings")
     async def settings() -> dict[str, Any]:
         front.usable_tokenizer()
-        return {**front.client.settings, "model": front.model_name, "stats": await front.client.stats()}
+        own = {"model": front.model_name, "pid": os.getpid()}
+        return {**front.client.settings, **own, "stats": await front.client.stats()}
 
     if front.diagnostics:
 

@@ -1,0 +1,165 @@
+"""Stage cleanup: stop what this pipeline started, prove that it is gone, name the others and leave them alone (F15).
+
+What we started is known from the state files in the workdir, by pid, start time, group and boot; a name is never
+looked at. Everybody else is foreign, whatever it looks like.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.gpu_memory import GpuMemory, read_gpu_memory, wait_gpu_memory
+from slipstream.tasks.manifest import read_json
+from slipstream.tasks.ports import port_holders, port_is_free, wait_port_free
+from slipstream.tasks.process import STATE_SUFFIX, ProcessRecord, forget, group_members, read_record, stop_group
+from slipstream.tasks.registry import get_stage
+from slipstream.tasks.stage import StageContext
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
+
+PORT_SECONDS = 10.0
+GPU_SECONDS = 100.0
+READY_SUFFIX = ".ready.json"  # written by the server itself: which port it got
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A process group that was ours.
+
+    Args:
+        name: of its state file.
+        pid: of its leader.
+        command: of its leader.
+        ended, killed: pids that left after SIGTERM, and those that needed SIGKILL; both empty when it was gone already.
+        seconds: what stopping took.
+    """
+
+    name: str
+    pid: int
+    command: str
+    ended: tuple[int, ...]
+    killed: tuple[int, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.ended and not self.killed:
+            return f"{self.name} (pid {self.pid}) was gone already"
+        how = f", {len(self.killed)} by SIGKILL" if self.killed else ""
+        return f"stopped {self.name} (pid {self.pid}, {len(self.ended + self.killed)} processes{how})"
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """The stage: see the head of this file. Raises SlipstreamError (F15) when somebody else blocks us."""
+    stopped = clean(context.workdir, context.config, say=context.say)
+    cards = read_gpu_memory()
+    if cards is None:
+        context.say("no NVIDIA GPU on this machine: no GPU memory to wait for")
+    return {
+        "stopped": [asdict(one) for one in stopped],
+        "gpu_memory_bytes": None if cards is None else {str(card.index): card.used_bytes for card in cards},
+    }
+
+
+def clean(
+    workdir: Path,
+    deployment: "Deployment",
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    skip: Collection[str] = (),
+) -> list[Stopped]:
+    """Stops every process group that a state file in `workdir` names, and sees that nobody else is in the way.
+
+    Args:
+        workdir: of the runs.
+        deployment: says which port will be needed, and how long a server may take to end.
+        say: told what was done.
+        skip: faults whose checks are off.
+
+    Raises SlipstreamError: F15 when the port of the deployment is held by somebody else (who is named and left alone),
+    or when memory of a GPU does not come back.
+    """
+    stopped = []
+    for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
+        one = stop_recorded(state_file, drain_seconds=deployment.server.shutdown_timeout_seconds)
+        if one is not None:
+            say(str(one))
+            stopped.append(one)
+    if not stopped:
+        say("nothing of ours was running")
+    check_port(deployment.server.host, deployment.server.port, skip=skip)
+    return stopped
+
+
+def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
+    """Stops the group that a state file names, and waits until its port and its GPU memory are free again.
+
+    Returns None when there is no such file. The file is removed once the group is proven gone.
+    """
+    record = read_record(state_file)
+    if record is None:
+        return None
+    name = state_file.name.removesuffix(STATE_SUFFIX)
+    ready_file = state_file.with_name(f"{name}{READY_SUFFIX}")
+    address = _address(record, ready_file)
+    lived = bool(group_members(record.identity))
+    report = stop_group(record.identity, drain_seconds=drain_seconds)
+    if address is not None and lived and not wait_port_free(*address, PORT_SECONDS):
+        check_port(*address)
+    _wait_for_gpus(record)
+    ready_file.unlink(missing_ok=True)
+    forget(state_file)
+    return Stopped(
+        name, record.identity.pid, " ".join(record.command), report.ended, report.killed, round(report.seconds, 3)
+    )
+
+
+def check_port(host: str, port: int, *, skip: Collection[str] = ()) -> None:
+    """Raises SlipstreamError (F15), naming who holds it, when `port` cannot be listened on. Port 0 is always free."""
+    if port == 0 or "F15" in skip or port_is_free(host, port):
+        return
+    holders = port_holders(port)
+    raise SlipstreamError(
+        f"port {port} of {host} is held by " + (", ".join(map(str, holders)) or "a process that is not visible to us"),
+        expected="a free port; this pipeline did not start what holds it, and leaves it alone",
+        do="stop it yourself if it is yours, or set server.port to another port (0: any free one)",
+        fault="F15",
+    )
+
+
+def gpu_baseline() -> list[dict[str, Any]] | None:
+    """GPU memory in use before a launch, as JSON for the notes of a state file; None without a GPU."""
+    cards = read_gpu_memory()
+    return None if cards is None else [asdict(card) for card in cards]
+
+
+def _wait_for_gpus(record: ProcessRecord) -> None:
+    """Waits until memory is back where it was before the launch; the driver frees it a while after the process."""
+    noted = record.notes.get("gpu_baseline")
+    if noted is None:
+        return
+    baseline = [GpuMemory(card["index"], card["used_bytes"], tuple(card["pids"])) for card in noted]
+    above = wait_gpu_memory(baseline, GPU_SECONDS)
+    if above:
+        users = {pid for card in above for pid in card.pids}
+        raise SlipstreamError(
+            f"memory of GPUs {[card.index for card in above]} is not back {GPU_SECONDS:.0f} s after our server ended: "
+            + ", ".join(f"GPU {card.index} {card.used_bytes / 1e9:.1f} GB" for card in above),
+            expected="the use from before the launch",
+            do=f"the driver names processes {sorted(users) or 'none'} (pids of the host); none of ours is left",
+            fault="F15",
+        )
+
+
+def _address(record: ProcessRecord, ready_file: Path) -> tuple[str, int] | None:
+    """Host and port that a server got, from its own state file, else from the notes; None when it never got one."""
+    if ready_file.is_file():
+        state = read_json(ready_file)
+        return str(state["host"]), int(state["port"])
+    port = int(record.notes.get("port", 0))
+    return (str(record.notes["host"]), port) if port else None
+
+
+STAGE = get_stage("cleanup")
