@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
-from slipstream.engine.drafts.eagle3.hf_config import engine_ids
+from slipstream.engine.drafts.eagle3.hf_config import engine_ids, scaling_alone
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, family_of
 from slipstream.engine.model_config import ModelConfig
 
@@ -28,7 +28,7 @@ def draft_config(deployment: "Deployment", target: ModelConfig, slots: tuple[int
         head_dim=target.head_dim,
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
-        rope_scaling=target.rope_scaling,
+        rope_scaling=scaling_alone(target.rope_scaling),
         max_position=draft.max_context_tokens or deployment.server.max_context_tokens,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft.draft_vocab_size or target.vocab_size,

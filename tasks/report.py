@@ -20,8 +20,9 @@ from slipstream.tasks.bench_pairs import resume_pairs
 from slipstream.tasks.benchmark import FIGURES, PAIRS
 from slipstream.tasks.gates import judge
 from slipstream.tasks.manifest import read_json
+from slipstream.tasks.registry import get_stage
 from slipstream.tasks.report_text import MARKS, markdown, table_rows, verdict
-from slipstream.tasks.stage import Stage, StageContext
+from slipstream.tasks.stage import StageContext
 
 PAGE = "report.html"
 STAGES = ("resolve", "regenerate", "extract", "train", "convert", "parity", "tune", "launch", "benchmark")
@@ -133,10 +134,4 @@ def short_figures(figures: Mapping[str, Any]) -> str:
     return text if len(text) <= FIGURE_CHARS else f"{text[:FIGURE_CHARS]} ..."
 
 
-STAGE = Stage(
-    name="report",
-    version=1,
-    needs=STAGES,
-    config_sections=("gates", "target.source"),
-    run=run,
-)
+STAGE = get_stage("report")

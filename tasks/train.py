@@ -19,8 +19,6 @@ from slipstream.engine.acceptance import AcceptanceCounts, ConversationRuns, run
 from slipstream.engine.alignment import slot_mask
 from slipstream.engine.capture import CapturePlan, slot_id
 from slipstream.engine.chat import ChatTokenizer, mask_runs
-from slipstream.engine.drafts.eagle3.config import Eagle3Config
-from slipstream.engine.drafts.eagle3.hf_config import scaling_alone
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab, count_tokens, select_draft_vocab
@@ -41,6 +39,7 @@ from slipstream.engine.training.teacher import Teacher
 from slipstream.engine.training.trainer import Trainer
 from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import ConversationRecord, read_conversations
+from slipstream.tasks.derived import draft_config
 from slipstream.tasks.extract import CONVERSATIONS, STORE, capture_plan, read_sample
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.registry import get_stage
@@ -97,7 +96,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     context.say(f"teacher: logits within {report.relative_error:.2%} of the engine's own, {report.positions} positions")
 
     settings = TrainingSettings(**config.training.model_dump())
-    network = Eagle3Network(draft_config(config, model, inputs.plan), settings.torch_dtype)
+    network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype)
     init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed)
     evaluator = Evaluator(inputs.source("holdout"), inputs.teacher, EVALUATED_STEPS, config.training.batch_tokens)
     trainer = Trainer(
@@ -215,31 +214,6 @@ def check_training_teacher(
     """The very teacher that training asks gives the engine's own logits for the stored states (F7)."""
     target = load_target(model_dir, config.server.dtype)
     return check_teacher(target, read_sample(inputs.store), inputs.teacher.logits, skip=skip)
-
-
-def draft_config(config: "Deployment", model: ModelConfig, plan: CapturePlan) -> Eagle3Config:
-    """The draft that a deployment describes for a target."""
-    draft = config.draft
-    return Eagle3Config(
-        hidden_size=model.hidden_size,
-        intermediate_size=draft.intermediate_size or model.intermediate_size,
-        num_heads=draft.num_heads or model.num_heads,
-        num_kv_heads=draft.num_kv_heads or model.num_kv_heads,
-        head_dim=model.head_dim,
-        rms_norm_eps=model.rms_norm_eps,
-        rope_theta=model.rope_theta,
-        rope_scaling=scaling_alone(model.rope_scaling),
-        max_position=draft.max_context_tokens or config.server.max_context_tokens,
-        vocab_size=model.vocab_size,
-        draft_vocab_size=draft.draft_vocab_size or model.vocab_size,
-        target_hidden_size=model.hidden_size,
-        slots=plan.slots,
-        target_num_layers=plan.num_layers,
-        norm_before_residual=draft.norm_before_residual,
-        norm_before_fc=draft.norm_before_fc,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
-    )
 
 
 def describe_evaluation(
