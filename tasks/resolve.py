@@ -44,7 +44,7 @@ def run(context: StageContext) -> dict[str, Any]:
     check_perplexity(value, context.config.gates.max_perplexity)
     return {
         # Where the stage's directory will stand when it is finished: it is renamed after this function.
-        "model_dir": str(context.workdir / context.stage / MODEL),
+        "model_dir": str((context.workdir / context.stage / MODEL).absolute()),
         "source": source.origin,
         "identity": identity.to_dict(),
         "bytes": sum(path.stat().st_size for path in model.iterdir()),
@@ -66,7 +66,7 @@ def link_files(source: Path, into: Path) -> None:
 
 
 def check_vocabulary(tokenizer: ChatTokenizer, vocab_size: int) -> None:
-    """The embedding has a row for every id that the tokenizer can give (more rows are usual). Raises SlipstreamError."""
+    """The embedding has a row for every id that the tokenizer can give (more are usual), or SlipstreamError."""
     if tokenizer.vocab_size > vocab_size:
         raise SlipstreamError(
             f"the tokenizer knows {tokenizer.vocab_size:,} ids, the model's table has {vocab_size:,} rows",
