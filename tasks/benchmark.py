@@ -8,6 +8,7 @@ Both are loaded at the same time and one at a time works: pairs that lie seconds
 on a shared machine are larger than the difference in question.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +24,7 @@ from slipstream.tasks.bench_transformers import TransformersProcess
 from slipstream.tasks.counters import read_settings
 from slipstream.tasks.machine import describe_machine
 from slipstream.tasks.manifest import read_json, write_json
-from slipstream.tasks.process import STATE_SUFFIX, group_members, read_record, tail
+from slipstream.tasks.process import STATE_SUFFIX, is_alive, read_record, tail
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import read_replayed, replay_prompts
 from slipstream.tasks.server import plan_server, running_server
@@ -34,6 +35,7 @@ PAIRS = "pairs.jsonl"
 FIGURES = "benchmark.json"
 LAUNCHED, OTHER = "server", "other-side"  # names of the servers in the workdir
 UNASKED_STEPS = 3  # K of the comparison when K = 0 is pinned, so that nothing was chosen
+DYING_SECONDS = 3.0  # a server whose engine is gone answers for a moment longer
 TRANSFORMERS_PROMPTS = 3
 TRANSFORMERS_TOKENS = 64
 
@@ -139,15 +141,19 @@ def naming_the_dead(context: StageContext) -> Iterator[None]:
     try:
         yield
     except SlipstreamError as error:
-        for name in (LAUNCHED, OTHER):
-            record = read_record(context.workdir / f"{name}{STATE_SUFFIX}")
-            if record is not None and not group_members(record.identity):
+        deadline = time.monotonic() + DYING_SECONDS
+        while time.monotonic() < deadline:
+            for name in (LAUNCHED, OTHER):
+                record = read_record(context.workdir / f"{name}{STATE_SUFFIX}")
+                if record is None or is_alive(record.identity):
+                    continue
                 raise SlipstreamError(
                     f"the server `{name}` (process {record.identity.pid}) ended during the benchmark; its last lines:\n"
                     + (tail(Path(record.log)) or "(none)"),
                     expected="a server that goes on serving",
                     do=f"read {record.log}. The pairs measured so far are kept: run the same command again to go on",
                 ) from error
+            time.sleep(0.1)
         raise
 
 

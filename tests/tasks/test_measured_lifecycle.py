@@ -1,9 +1,7 @@
 """tune -> launch -> benchmark -> report with real servers of a tiny random target and its draft."""
 
-import dataclasses
 import json
 import os
-import shutil
 import signal
 import threading
 import time
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.tasks import benchmark, cleanup, gates, launch, report, tune
+from slipstream.tasks import benchmark, cleanup, convert, extract, gates, launch, report, train, tune
 from slipstream.tasks.bench_pairs import resume_pairs
 from slipstream.tasks.manifest import read_json
 from slipstream.tasks.process import STATE_SUFFIX, group_members, read_record
@@ -42,16 +40,18 @@ def fake_parity(workdir, deployment):
 
 
 @pytest.fixture(scope="module")
-def made(finished, pipeline, tmp_path_factory):
-    """The tiny pipeline up to convert, in a workdir of this module, with a deployment that measures little."""
-    before, _, _ = finished
-    workdir = tmp_path_factory.mktemp("measured") / "work"
-    shutil.copytree(before.workdir, workdir, symlinks=True)
-    prompts = write_prompts(workdir.parent / "prompts.jsonl")
-    deployment = pipeline.make_deployment(
-        before.model_dir,
+def made(pipeline, chats, tiny, tmp_path_factory):
+    """The tiny pipeline up to convert, with a deployment that measures little."""
+    root = tmp_path_factory.mktemp("measured")
+    prompts = write_prompts(root / "prompts.jsonl")
+    before = pipeline.make_pipeline(
+        root,
+        chats,
+        tiny,
+        data={"prompts": str(prompts), "max_prompt_tokens": 64, "max_new_tokens": 32},
+        training={"epochs": 1},
         speculation={"num_steps": NUM_STEPS},
-        host={"threads": 1, "workdir": workdir},
+        host={"threads": 1, "workdir": root / "work"},
         gates={"min_speedup": 0.01, "max_tau_gap": 1e6},  # a random draft on a tiny target wins nothing
         benchmark={
             "prompts": str(prompts),
@@ -62,9 +62,11 @@ def made(finished, pipeline, tmp_path_factory):
             "compare_transformers": True,
         },
     )
-    fake_parity(workdir, deployment)
-    yield dataclasses.replace(before, workdir=workdir, deployment=deployment)
-    cleanup.clean(workdir, deployment)
+    for stage in (extract.STAGE, train.STAGE, convert.STAGE):
+        run_stage(stage, before.deployment, before.workdir)
+    fake_parity(before.workdir, before.deployment)
+    yield before
+    cleanup.clean(before.workdir, before.deployment)
 
 
 def run(made, stage, listener=None):
