@@ -16,7 +16,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Raises OSError when the disk is full; nothing half-written stays behind.
     """
-    temporary = path.with_name(path.name + ".partial")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
             file.write(data)

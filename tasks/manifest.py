@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import sys
 from collections.abc import Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import sha256_file, write_atomic
 
 MANIFEST = "manifest.json"
 HASHED_ON_VERIFY_BYTES = 1 << 20  # files up to this size are hashed again on every check, larger ones only measured
@@ -39,28 +39,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
-    """sha256 (hex) of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def sha256_files(paths: Iterable[Path]) -> dict[str, str]:
     """File name -> sha256, for a stage's `external` inputs."""
     return {path.name: sha256_file(path) for path in paths}
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes a file under a temporary name, flushes it to the disk, then renames it: readers see the old or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:
