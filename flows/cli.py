@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,18 +78,13 @@ def run(config: Config, overrides: Overrides = None) -> None:
     from slipstream.flows.plan_tables import show_findings
     from slipstream.tasks.checks import refuse
 
+    _require_prefect()
+    from slipstream.flows.run import run_lifecycle
+
     console = Console()
     made = make_plan(config, overrides or ())
     refuse(made.findings)
     show_findings(made, console)
-    try:
-        from slipstream.flows.run import run_lifecycle
-    except ModuleNotFoundError as error:
-        raise SlipstreamError(
-            f"`slipstream run` needs the package {error.name}, which is not installed",
-            expected="Slipstream with its flows",
-            do="pip install 'slipstream[flows]'; `slipstream stage NAME` runs single stages without it",
-        ) from None
     run_lifecycle(config, overrides or (), console)
 
 
@@ -118,7 +114,17 @@ def bench(
     config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False, force: Force = False
 ) -> None:
     """Measure no speculation and speculation on the same prompts, interleaved. Needs a finished draft."""
-    _run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, as_json=as_json, force=force)
+    from slipstream.configs.load import load
+
+    options = {"as_json": as_json, "force": force}
+    after = load(config, overrides or ()).deployment.server.after
+    keep = False
+    try:
+        _run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, **options)
+        keep = after == "keep"
+    finally:
+        if not keep:
+            _run_stages(("cleanup",), config, overrides, workdir, **options)
 
 
 @app.command()
@@ -160,6 +166,20 @@ def serve(context: typer.Context) -> None:
     raise typer.Exit(serve_main(context.args))
 
 
+def _require_prefect() -> None:
+    """Looks for Prefect without importing it: it reads its settings then, and they are not set yet."""
+    try:
+        found = find_spec("prefect") is not None
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise SlipstreamError(
+            "`slipstream run` needs the package prefect, which is not installed",
+            expected="Slipstream with its flows",
+            do="pip install 'slipstream[flows]'; `slipstream stage NAME` runs single stages without it",
+        )
+
+
 def _run_stages(
     names: tuple[str, ...],
     config: Path,
@@ -171,13 +191,14 @@ def _run_stages(
 ) -> "list[StageResult]":
     """Runs stages one after the other on this machine, without Prefect."""
     from slipstream.configs.load import load
+    from slipstream.flows.signals import unwinding_signals
     from slipstream.tasks.registry import get_stage
     from slipstream.tasks.stage import run_stage
 
     deployment = load(config, overrides or ()).deployment
     directory = deployment.host.workdir if workdir is None else workdir
     stages = [get_stage(name) for name in names]
-    with _reporter(as_json) as reporter:
+    with unwinding_signals(), _reporter(as_json) as reporter:
         return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
 
 

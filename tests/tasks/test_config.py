@@ -136,9 +136,10 @@ def test_values_from_text_are_read_as_in_the_file(tmp_path: Path) -> None:
 
 
 def test_an_empty_section_is_one_of_defaults(tmp_path: Path) -> None:
-    assert load(deployment_file(tmp_path, "training:\ndata:\n"), (), {}).deployment == load(
-        deployment_file(tmp_path, "# nothing\n"), (), {}
-    ).deployment
+    assert (
+        load(deployment_file(tmp_path, "training:\ndata:\n"), (), {}).deployment
+        == load(deployment_file(tmp_path, "# nothing\n"), (), {}).deployment
+    )
 
 
 def test_numbers_are_those_of_yaml_1_2() -> None:
