@@ -35,8 +35,8 @@ PARITY = "parity/parity.json"
 SMOKE_PROMPTS = 4
 SMOKE_TOKENS = 48
 # Held-out prompts differ from each other more than coin tosses do; a broken capture moves A_1 by far more than this.
-MAX_DEVIATION = 4.0
-MAX_DIFFERENCE = 0.1
+MAX_DEVIATION = 5.0
+MAX_DIFFERENCE = 0.15
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def smoke_test(context: StageContext, server: RunningServer, plan: ServerPlan) -
     """
     before = server.acceptance()
     prompts = benchmark_prompts(context.config)[:SMOKE_PROMPTS]
-    answers = ask_all(server.url, prompts, max_tokens=SMOKE_TOKENS)
+    answers = ask_all(server.url, prompts, max_tokens=min(SMOKE_TOKENS, context.config.benchmark.max_new_tokens))
     check_settings(context.config, plan, server.effective())
     served = rounds_since(before, server.acceptance())
     figures: dict[str, Any] = {

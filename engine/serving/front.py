@@ -87,7 +87,7 @@ class Serving:
         try:
             await self._server.serve(sockets=[self._listener])
             was_ready = self._client.ready.is_set()
-            died = self._client.gone.is_set() and not self._stop_asked
+            died = self._client.gone.is_set()  # it has not been asked to leave yet
             await self._client.stop()
         finally:
             watching.cancel()

@@ -1,0 +1,93 @@
+"""F15: a server left over. Ours is stopped; a foreign one is named, left alone, and stops us while it blocks us."""
+
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from slipstream.configs.schema import Deployment
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks import cleanup
+from slipstream.tasks.ports import port_is_free
+from slipstream.tasks.process import group_members, start_detached
+from slipstream.tasks.server import ServerPlan, start_server
+from slipstream.tasks.stage import run_stage
+
+LISTEN = """
+import socket, sys, time
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def foreign():
+    """A process that this pipeline did not start, on a port. Returns (process, port)."""
+    process = subprocess.Popen([sys.executable, "-c", LISTEN], stdout=subprocess.PIPE, start_new_session=True)
+    yield process, int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def deployment_on(port):
+    return Deployment(server={"port": port, "shutdown_timeout_seconds": 5.0})
+
+
+def test_a_foreign_process_is_named_and_left_alone(foreign, tmp_path):
+    process, port = foreign
+    with pytest.raises(SlipstreamError) as error:
+        run_stage(cleanup.STAGE, deployment_on(port), tmp_path)
+    assert error.value.fault == "F15"
+    assert f"port {port} of 127.0.0.1 is held by process {process.pid}" in error.value.found
+    assert f"of user {psutil.Process(process.pid).username()}" in error.value.found
+    assert "time.sleep(600)" in error.value.found  # its command line
+    assert "leaves it alone" in str(error.value)
+    assert process.poll() is None
+    assert not port_is_free("127.0.0.1", port)
+
+
+def test_a_foreign_process_stops_a_launch_before_anything_is_started(foreign, tmp_path):
+    process, port = foreign
+    plan = ServerPlan(tmp_path / "no target", None, 0, port=port)
+    with pytest.raises(SlipstreamError, match=f"held by process {process.pid}"):
+        start_server(deployment_on(port), tmp_path, plan)
+    assert list(tmp_path.iterdir()) == []
+    assert process.poll() is None
+
+
+def test_a_foreign_process_elsewhere_is_nobodys_business(foreign, tmp_path):
+    assert run_stage(cleanup.STAGE, deployment_on(0), tmp_path).figures["stopped"] == []
+
+
+def test_our_own_leftover_is_stopped_and_its_port_is_free(tmp_path):
+    ours = start_detached(
+        [sys.executable, "-c", LISTEN], log=tmp_path / "server.log", state_file=tmp_path / "server.state.json"
+    )
+    while not (text := (tmp_path / "server.log").read_text()):
+        assert ours.exit_code() is None
+    port = int(text)
+    result = run_stage(cleanup.STAGE, deployment_on(port), tmp_path)
+    assert [one["pid"] for one in result.figures["stopped"]] == [ours.identity.pid]
+    assert group_members(ours.identity) == []
+    assert port_is_free("127.0.0.1", port)
+
+
+def test_a_state_file_that_names_a_foreign_process_by_chance_does_it_no_harm(foreign, tmp_path):
+    """After a reboot, or much later, a pid of ours belongs to somebody else."""
+    process, _ = foreign
+    ours = start_detached([sys.executable, "-c", ""], log=tmp_path / "log", state_file=tmp_path / "server.state.json")
+    text = (tmp_path / "server.state.json").read_text()
+    (tmp_path / "server.state.json").write_text(text.replace(str(ours.identity.pid), str(process.pid)))
+    cleanup.clean(tmp_path, deployment_on(0))
+    assert process.poll() is None
+    os.kill(process.pid, 0)
+
+
+def test_with_the_check_off_the_fault_passes(foreign, tmp_path):
+    _, port = foreign
+    assert cleanup.clean(tmp_path, deployment_on(port), skip={"F15"}) == []
+    assert not port_is_free("127.0.0.1", port)

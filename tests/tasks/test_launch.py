@@ -1,0 +1,253 @@
+"""Launch: a server is started, proven to be the planned one, and stopped when it is not."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.schema import Deployment
+from slipstream.engine.acceptance import AcceptanceCounts, JointAcceptance
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks import cleanup, launch, server
+from slipstream.tasks.manifest import write_json
+from slipstream.tasks.ports import port_is_free
+from slipstream.tasks.process import group_members, is_alive, read_record
+from slipstream.tasks.reporting import NullReporter
+from slipstream.tasks.server import ServerPlan, check_settings, running_server, server_command, start_server
+from slipstream.tasks.stage import Stage, run_stage
+
+K = 2
+
+
+class Listener(NullReporter):
+    """Remembers what was said."""
+
+    def __init__(self):
+        self.said, self.warned, self.phases = [], [], []
+
+    def say(self, stage, text, *, markup):
+        self.said.append(text)
+
+    def warn(self, stage, text):
+        self.warned.append(text)
+
+    def progress(self, stage, done, total, fields):
+        self.phases.append((done, total, fields["phase"]))
+
+
+@pytest.fixture
+def deployment(tiny_models, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "category": "words", "turns": [f"word {i}"]} for i in range(3)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Deployment(
+        target={"source": str(tiny_models.target)},
+        data={"max_prompt_tokens": 64, "max_new_tokens": 32},
+        capture={"slots": (1, 2, 4)},
+        draft={"draft_vocab_size": 86},
+        training={"num_steps": K},
+        speculation={"num_steps": K},
+        server={"max_context_tokens": 128, "max_running_requests": 2, "startup_timeout_seconds": 120.0},
+        host={"threads": 1, "workdir": str(tmp_path / "work")},
+        benchmark={"prompts": str(prompts), "num_prompts": 3, "max_new_tokens": 40},
+    )
+
+
+@pytest.fixture
+def workdir(deployment, tiny_models):
+    """A workdir in which resolve, convert and tune have run."""
+
+    def convert(context):
+        shutil.copytree(tiny_models.draft, context.out / "draft")
+        return {}
+
+    def tune(context):
+        write_json(context.out / "choice.json", {"num_steps": K, "candidate": K})
+        return {}
+
+    folder = deployment.host.workdir
+    stages = (
+        Stage("resolve", 1, (), ("target",), lambda context: {"model_dir": str(tiny_models.target)}),
+        Stage("convert", 1, ("resolve",), (), convert),
+        Stage("tune", 1, ("convert",), (), tune),
+    )
+    for stage in stages:
+        run_stage(stage, deployment, folder)
+    yield folder
+    cleanup.clean(folder, deployment)
+
+
+@pytest.fixture
+def plan(tiny_models):
+    return ServerPlan(tiny_models.target, tiny_models.draft, K, slots=("slot_1", "slot_2", "slot_4"))
+
+
+def nothing_runs(workdir):
+    return not list(workdir.glob("*.state.json")) and not list(workdir.glob("*.ready.json"))
+
+
+def test_launch_leaves_a_proven_server_and_a_second_launch_replaces_it(deployment, workdir):
+    listener = Listener()
+    figures = run_stage(launch.STAGE, deployment, workdir, listener).figures
+    record = read_record(workdir / "server.state.json")
+    assert figures["pid"] == record.identity.pid
+    assert is_alive(record.identity)
+    assert len(group_members(record.identity)) == 2  # front and engine
+    assert figures["settings"] == {
+        "num_steps": K,
+        "verify_width": K + 1,
+        "slots": ["slot_1", "slot_2", "slot_4"],
+        "dtype": "bfloat16",
+        "threads": 1,
+    }
+    smoke = figures["smoke"]
+    assert smoke["prompts"] == 3
+    assert smoke["acceptance"]["num_steps"] == K
+    assert smoke["acceptance"]["rounds"] > 0
+    assert smoke["parity_first_step"] is None
+    assert any("parity has not measured A_1" in text for text in listener.warned)
+    assert listener.phases[-1][2] == "ready"
+    assert [done for done, _, _ in listener.phases] == sorted(done for done, _, _ in listener.phases)
+    assert json.loads((workdir / "launch" / "settings.json").read_text())["pid"] == figures["pid"]
+
+    # The same again, now with a parity that saw another draft: the old server goes, and the new one is not left either.
+    wrong = AcceptanceCounts(K, [10, 10, 500])
+    (workdir / "parity").mkdir()
+    write_json(workdir / "parity" / "parity.json", {"acceptance": {"benchmark": {"served": wrong.to_dict()}}})
+    with pytest.raises(SlipstreamError, match=r"A_1 of the server is 0\.\d+ .* parity measured 0\.981"):
+        run_stage(launch.STAGE, deployment, workdir, Listener())
+    assert not group_members(record.identity)
+    assert nothing_runs(workdir)
+
+
+def test_a_server_that_dies_is_told_with_its_last_words(deployment, workdir, plan, tmp_path):
+    draft = tmp_path / "draft"
+    shutil.copytree(plan.draft, draft)
+    (draft / "model.safetensors").write_bytes(b"\x10" * 50)
+    with pytest.raises(SlipstreamError, match="the server ended while it was") as error:
+        start_server(deployment, workdir, dataclasses.replace(plan, draft=draft))
+    text = str(error.value)
+    assert "exit code 1" in text
+    assert f"{draft / 'model.safetensors'} (50 bytes) cannot be read" in text
+    assert str(workdir / "server.log") in text
+    assert "--num-steps 2" in text  # the command, to be repeated by hand
+    assert nothing_runs(workdir)
+
+
+def test_a_server_that_is_not_ready_in_time_is_stopped(deployment, workdir, plan):
+    hasty = deployment.model_copy(
+        update={"server": deployment.server.model_copy(update={"startup_timeout_seconds": 0.3})}
+    )
+    with pytest.raises(SlipstreamError, match="not ready after 0 s"):
+        start_server(hasty, workdir, plan)
+    assert nothing_runs(workdir)
+
+
+def test_other_settings_than_planned_stop_the_server(deployment, workdir, plan):
+    swapped = dataclasses.replace(plan, slots=("slot_2", "slot_1", "slot_4"))
+    with pytest.raises(SlipstreamError, match="order of the slots") as error:
+        start_server(deployment, workdir, swapped)
+    assert error.value.fault == "F3"
+    assert nothing_runs(workdir)
+
+
+def test_a_server_runs_for_the_time_of_a_with_and_names_its_death(deployment, workdir, plan):
+    with running_server(deployment, workdir, plan, name="short") as running:
+        answer = running.complete([5, 6, 7], 8)
+        assert answer["usage"]["completion_tokens"] <= 8
+        assert running.acceptance().num_steps == K
+        os.kill(running.settings["engine_pid"], signal.SIGKILL)
+        with pytest.raises(SlipstreamError):
+            running.complete([5, 6, 7], 8)
+        port = int(running.url.rpartition(":")[2])
+    assert port_is_free("127.0.0.1", port)
+    assert nothing_runs(workdir)
+    assert "was ended by SIGKILL" in Path(running.log).read_text()
+
+
+SETTINGS = {
+    "num_steps": K,
+    "verify_width": K + 1,
+    "slots": ["slot_1", "slot_2", "slot_4"],
+    "dtype": "bfloat16",
+    "max_context_tokens": 128,
+    "max_running_requests": 2,
+    "block_size_tokens": 16,
+    "prefill_chunk_tokens": 256,
+    "threads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fault"),
+    [
+        ("num_steps", 1, "F1"),
+        ("verify_width", 16, "F1"),
+        ("slots", ["slot_1", "slot_2", "slot_3"], "F2"),
+        ("slots", ["slot_1", "slot_4", "slot_2"], "F3"),
+        ("dtype", "float32", ""),
+        ("max_context_tokens", 64, "F14"),
+        ("max_running_requests", 8, ""),
+        ("block_size_tokens", 32, ""),
+        ("prefill_chunk_tokens", 128, ""),
+        ("threads", 2, ""),
+    ],
+)
+def test_every_setting_is_read_back(deployment, plan, key, value, fault):
+    check_settings(deployment, plan, SETTINGS)
+    with pytest.raises(SlipstreamError) as error:
+        check_settings(deployment, plan, {**SETTINGS, key: value})
+    assert error.value.fault == fault
+    assert str(value) in error.value.found
+    assert str(SETTINGS[key]) in error.value.expected
+
+
+def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
+    plan = dataclasses.replace(plan, capture_slots=(1, 3), diagnostics=True)
+    words = server_command(deployment, plan, tmp_path / "f")
+    assert words[1:4] == ["-P", "-m", "slipstream.engine.serving.main"]
+    flags = dict(zip(words[4:-1:2], words[5:-1:2], strict=True))
+    assert words[-1] == "--diagnostics"
+    assert flags == {
+        "--target": str(plan.target),
+        "--draft": str(plan.draft),
+        "--num-steps": "2",
+        "--host": "127.0.0.1",
+        "--port": "0",
+        "--state-file": str(tmp_path / "f"),
+        "--max-running-requests": "2",
+        "--max-context-tokens": "128",
+        "--block-size-tokens": "16",
+        "--prefill-chunk-tokens": "256",
+        "--dtype": "bfloat16",
+        "--shutdown-timeout-seconds": "20.0",
+        "--threads": "1",
+        "--capture-slots": "1,3",
+    }
+
+
+def test_another_process_at_the_address_is_not_taken_for_ours(deployment, workdir, plan, monkeypatch):
+    monkeypatch.setattr(server, "_get", lambda url: {**SETTINGS, "pid": 1})
+    with pytest.raises(SlipstreamError, match="process 1 answers at http") as error:
+        start_server(deployment, workdir, plan)
+    assert error.value.fault == "F15"
+    assert nothing_runs(workdir)
+
+
+def test_the_first_steps_are_compared_with_their_chance():
+    launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 50, 100))
+    launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 1, 5))  # too few to tell
+    with pytest.raises(SlipstreamError, match=r"A_1 of the server is 0\.200 \(20/100 rounds\), parity measured 0\.600"):
+        launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 20, 100))
+    with pytest.raises(SlipstreamError, match="no counted round"):
+        launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 0, 0))
+
+
+def test_rounds_between_two_looks():
+    before = AcceptanceCounts(2, [1, 2, 3], ended=1, clamped=2)
+    after = AcceptanceCounts(2, [5, 5, 5], ended=4, clamped=4)
+    assert launch.rounds_since(before, after) == AcceptanceCounts(2, [4, 3, 2], ended=3, clamped=2)
