@@ -83,14 +83,15 @@ class Data(Section):
     max_new_tokens: PositiveInt = Field(
         default=256, description="Longest answer of the target, in tokens, end token included."
     )
-    temperature: Annotated[float, Field(ge=0.0)] = Field(
-        default=0.0, description="Sampling temperature of the answers; 0 is greedy."
+    temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(strict=False, min_length=1)] = Field(
+        default=(0.0,),
+        description=(
+            "Sampling temperature of each answer to a training prompt, one answer an entry; 0 is greedy. Held-out prompts "
+            "get the first alone, so let it be the one that is served."
+        ),
     )
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(default=1.0, description="Nucleus of the answers; 1 is off.")
     seed: Seed = Field(default=0, description="Seed of the sampling and of the choice of held-out prompts.")
-    samples_per_prompt: PositiveInt = Field(
-        default=1, description="Answers drawn for each prompt; more than one needs a temperature above 0."
-    )
     batch_size: PositiveInt = Field(default=16, description="Conversations that the target answers at the same time.")
 
 

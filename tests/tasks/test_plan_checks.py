@@ -44,7 +44,7 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
     ("draft-shape", {"draft": {"norm_before_fc": True, "fc_norm": True}}, ("norm_before_fc = True", "at most one")),
     ("draft-shape", {"draft": {"draft_vocab_size": 1001}}, ("draft_vocab_size = 1001", "1000 tokens")),
     ("draft-shape", {"draft": {"num_heads": 5}}, ("draft.num_heads = 5", "5 heads over 2")),
-    ("samples", {"data": {"samples_per_prompt": 3}}, ("samples_per_prompt = 3", "temperature = 0.0")),
+    ("samples", {"data": {"temperatures": (0.0, 0.7, 0.0)}}, ("temperatures = ", "2 greedy answers")),
     ("prompts", {"data": {"prompts": "/nowhere/p.jsonl"}}, ("data.prompts", "/nowhere/p.jsonl does not exist")),
     ("prompts", {"benchmark": {"prompts": "/nowhere/b.jsonl"}}, ("benchmark.prompts", "/nowhere/b.jsonl")),
     ("prompts", {"benchmark": {"num_prompts": 10_000}}, ("benchmark.num_prompts = 10000", "data.holdout_fraction")),
