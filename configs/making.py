@@ -86,8 +86,8 @@ class Data(Section):
     temperatures: Annotated[tuple[Annotated[float, Field(ge=0.0)], ...], Field(strict=False, min_length=1)] = Field(
         default=(0.0,),
         description=(
-            "Sampling temperature of each answer to a training prompt, one answer an entry; 0 is greedy. Held-out prompts "
-            "get the first alone, so let it be the one that is served."
+            "Sampling temperature of each answer to a training prompt, one answer an entry; 0 is greedy. Held-out "
+            "prompts get the first alone, so let it be the one that is served."
         ),
     )
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(default=1.0, description="Nucleus of the answers; 1 is off.")
