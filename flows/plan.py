@@ -1,5 +1,6 @@
 """The plan of a deployment: what would happen, what is derived, what is wrong, what it costs. Starts nothing."""
 
+import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from slipstream.engine.capture import slot_name
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import derived
 from slipstream.tasks.checks import Facts, Finding, find, gather
-from slipstream.tasks.checks_machine import disks, human_bytes
+from slipstream.tasks.checks_machine import disk_needed, existing_parent, human_bytes
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
 from slipstream.tasks.registry import all_stages
 from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
@@ -230,11 +231,9 @@ def room(plan: Plan) -> list[Room]:
     costed = [plan.costs[name] for name in plan.needed if name in plan.costs]
     known = any(cost.disk_bytes for cost in costed) or not plan.needed
     most = max((cost.memory_bytes for cost in costed), default=0)
+    place = existing_parent(plan.facts.workdir)
     return [
-        *(
-            Room(f"disk of {disk.place}", disk.needed_bytes if known else None, disk.free_bytes)
-            for disk in disks(plan.facts)
-        ),
+        Room(f"disk of {place}", disk_needed(plan.facts) if known else None, shutil.disk_usage(place).free),
         Room("memory, largest stage", most if known else None, psutil.virtual_memory().available),
     ]
 

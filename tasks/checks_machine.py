@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -14,8 +13,6 @@ from slipstream.tasks.facts import HOLDOUT, Facts, prompts_path
 from slipstream.tasks.ports import port_holders, port_is_free
 from slipstream.tasks.process import group_members, read_record
 from slipstream.tasks.prompts import held_out_count, load_prompts
-
-IN_CACHE = ("resolve",)  # stages that write into the cache instead of the working directory
 
 
 def human_bytes(number: float) -> str:
@@ -35,45 +32,21 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-@dataclass(frozen=True)
-class Disk:
-    """One file system: a directory on it, the bytes that the stages still to run write there, the bytes free."""
-
-    place: Path
-    needed_bytes: int
-    free_bytes: int
-
-
-def disks(facts: Facts) -> list[Disk]:
-    """The file systems of the working directory and of the cache: one when they are the same."""
-    cache = facts.deployment.host.cache_dir
-    needed = {facts.workdir: 0, cache: 0}
-    for stage, cost in costs(facts).items():
-        if stage in facts.remade:
-            needed[cache if stage in IN_CACHE else facts.workdir] += cost.disk_bytes
-    found: dict[int, Disk] = {}
-    for path, number in needed.items():
-        place = existing_parent(path)
-        device = place.stat().st_dev
-        disk = found.get(device, Disk(place, 0, shutil.disk_usage(place).free))
-        found[device] = replace(disk, needed_bytes=disk.needed_bytes + number)
-    return list(found.values())
+def disk_needed(facts: Facts) -> int:
+    """Bytes that the stages still to run write into the working directory (estimate)."""
+    return sum(cost.disk_bytes for stage, cost in costs(facts).items() if stage in facts.remade)
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:
-    for disk in disks(facts):
-        if disk.needed_bytes > disk.free_bytes:
-            yield Finding(
-                "disk",
-                f"the disk of {disk.place} has {human_bytes(disk.free_bytes)} free; this run writes about "
-                f"{human_bytes(disk.needed_bytes)} (estimate)",
-                "room for the outputs of the stages",
-                (
-                    "make room",
-                    "give host.workdir and host.cache_dir another disk",
-                    "use fewer prompts or shorter answers",
-                ),
-            )
+    place, needed = existing_parent(facts.workdir), disk_needed(facts)
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        yield Finding(
+            "disk",
+            f"the disk of {place} has {human_bytes(free)} free; this run writes about {human_bytes(needed)} (estimate)",
+            "room for the outputs of the stages",
+            ("make room", "give host.workdir another disk", "use fewer prompts or shorter answers"),
+        )
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.tasks import derived
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.manifest import MANIFEST, read_json
-from slipstream.tasks.prompts import load_prompts
+from slipstream.tasks.prompts import held_out_count, load_prompts
 
 # Of two cores of a present-day server, measured with a model of 135 million parameters.
 READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
@@ -59,12 +59,14 @@ def count_tokens(facts: Facts) -> Tokens | None:
         sizes = [sum(map(len, prompt.turns)) for prompt in load_prompts(data.prompts)]
     except (OSError, SlipstreamError):
         return None
-    number = len(sizes) * len(data.temperatures)
     measured = _counted(facts.workdir / "extract" / "store" / MANIFEST)
     if measured is not None:
         return measured
+    held_out = held_out_count(len(sizes), data.holdout_fraction)
+    conversations = (len(sizes) - held_out) * len(data.temperatures) + held_out  # held-out prompts are answered once
     prompt_tokens = sum(min(size / CHARACTERS_PER_TOKEN + TEMPLATE_TOKENS, data.max_prompt_tokens) for size in sizes)
-    return Tokens(number, number * data.max_new_tokens, int(prompt_tokens) * len(data.temperatures), measured=False)
+    other_tokens = int(prompt_tokens / len(sizes) * conversations)
+    return Tokens(conversations, conversations * data.max_new_tokens, other_tokens, measured=False)
 
 
 def costs(facts: Facts) -> dict[str, Cost]:
