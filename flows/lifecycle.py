@@ -15,7 +15,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.states import Completed, State
 
 from slipstream.configs.load import load
+from slipstream.flows.plan import make_plan
 from slipstream.tasks import gates
+from slipstream.tasks.checks import refuse
 from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.registry import all_stages, get_stage
 from slipstream.tasks.reporting import NullReporter, Reporter
@@ -45,6 +47,7 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
         keep = False
         try:
             _stop_servers(deployment, workdir, reporter)  # of an earlier run that was killed
+            refuse(make_plan(config, overrides or ()).findings)
             results = [_as_task(stage, deployment, workdir, reporter) for stage in all_stages()]
             report = results[-1]
             _publish(report)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from slipstream.engine.errors import SlipstreamError
+
 LOG_EVERY_SECONDS = 10.0
 FIGURES_SHOWN = 4
 
@@ -76,8 +78,8 @@ class RichReporter:
 
     def stage_failed(self, stage: str, error: BaseException) -> None:
         self._drop_bar()
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        self._print(f"[red]✗ {stage}[/red] {escape(first)}")
+        words = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}".rstrip(": ")
+        self._print(f"[red]✗ {stage}[/red] {escape(words.splitlines()[0])}")
 
     def _drop_bar(self) -> None:
         if self._bar is not None:
@@ -85,7 +87,7 @@ class RichReporter:
             self._bar = None
 
     def _print(self, text: str) -> None:
-        self._bars.console.print(text, highlight=False)
+        self._bars.console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
 
 def _scalars(figures: Mapping[str, Any]) -> list[tuple[str, Any]]:

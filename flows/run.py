@@ -10,7 +10,10 @@ from slipstream.configs.load import load
 from slipstream.flows.prefect_server import prefect_server
 from slipstream.flows.progress import RichReporter
 from slipstream.flows.signals import unwinding_signals
-from slipstream.tasks.manifest import read_json
+from slipstream.tasks.gates import GatesFailed
+from slipstream.tasks.manifest import MANIFEST, read_json
+
+LOG_WIDTH = 120  # columns of tables in a log, whose width nobody tells us
 
 
 def run_lifecycle(
@@ -23,23 +26,30 @@ def run_lifecycle(
     nothing that it started is left running, but for the server with `server.after: keep`.
     """
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, LOG_WIDTH)
     workdir = load(config, overrides).deployment.host.workdir
     with unwinding_signals(), prefect_server(workdir):
         from slipstream.flows.lifecycle import REPORTER, lifecycle  # only now: prefect reads its settings when imported
 
-        with RichReporter(console) as reporter:
-            token = REPORTER.set(reporter)
-            try:
-                return lifecycle(str(config), list(overrides))
-            finally:
+        token = None
+        try:
+            with RichReporter(console) as reporter:
+                token = REPORTER.set(reporter)
+                stages = lifecycle(str(config), list(overrides))
+        except GatesFailed:
+            _print_report(workdir, console)  # the figures say more than the error
+            raise
+        finally:
+            if token is not None:
                 REPORTER.reset(token)
-                _print_report(workdir, console)
+        _print_report(workdir, console)
+        return stages
 
 
 def _print_report(workdir: Path, console: Console) -> None:
-    """The table of the finished report, where this run came that far."""
-    manifest = workdir / "report" / "manifest.json"
-    if manifest.is_file():
-        from slipstream.tasks.report_text import rich_report
+    """The table of the finished report."""
+    from slipstream.tasks.report_text import rich_report
 
-        console.print(rich_report(read_json(manifest)["figures"], workdir / "report" / "report.html"))
+    folder = workdir / "report"
+    console.print(rich_report(read_json(folder / MANIFEST)["figures"], folder / "report.html"))

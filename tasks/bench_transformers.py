@@ -92,6 +92,7 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
+    from transformers.utils import logging
 
     class Clock(BaseStreamer):
         """Notes when tokens arrive; the first call hands over the prompt."""
@@ -105,6 +106,7 @@ def main() -> None:
         def end(self) -> None:
             pass
 
+    logging.disable_progress_bar()  # it would tear ours
     torch.set_num_threads(int(threads))
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True).eval()
 

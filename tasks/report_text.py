@@ -19,7 +19,7 @@ def verdict(bench: Mapping[str, Any], gates: Sequence[Mapping[str, str]]) -> str
     ratio, option = bench["speedup"], bench["round"]
     failed = [gate["name"] for gate in gates if gate["status"] == "fail"]
     interval = f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}, {ratio['prompts']} prompts"
-    lengths = f"accept length {_number(option['accept_length'])} of {option['ceiling']}"
+    lengths = f"accept length {_number(bench['acceptance']['accept_length'])} of {option['ceiling']}"
     lengths += f", break-even {_number(option['break_even'])}"
     speed = f"{ratio['ratio']:.2f}x as fast as no speculation ({interval}): {lengths}"
     if bench["served_num_steps"] == 0:

@@ -70,7 +70,7 @@ class JsonLinesReporter:
         self._write("finished", stage, status=status, seconds=round(seconds, 3), figures=dict(figures))
 
     def stage_failed(self, stage: str, error: BaseException) -> None:
-        self._write("failed", stage, error=str(error) or type(error).__name__, fault=getattr(error, "fault", ""))
+        self._write("failed", stage, error=str(error), kind=type(error).__name__, fault=getattr(error, "fault", ""))
 
     def _write(self, event: str, stage: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "stage": stage, **fields}, ensure_ascii=False, default=str)
