@@ -81,6 +81,11 @@ def test_another_head(target, sample):
     expect_f7("is not the target's", target, sample, lambda states: target.final_norm(states) @ head.T)
 
 
+def test_another_temperature_is_seen_by_the_logits_alone(target, sample):
+    """Twice the logits: every most likely token stays, the distribution that the draft would learn does not."""
+    expect_f7("0 of .* most likely tokens differ", target, sample, lambda states: 2 * target.logits(states))
+
+
 def test_sampled_tokens_could_not_have_seen_it(target, sample):
     """Why the check looks at logits: the tokens of the conversations are random, and no teacher predicts them."""
     right = target.logits(sample[0].teacher).argmax(-1)[:-1]
