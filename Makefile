@@ -1,0 +1,40 @@
+# make demo   from a package to a benchmarked speculative server and back to a clean machine
+# make test   all tests
+# make clean  stop what a demo left running, remove what was made here
+#
+# Both set up .venv first, when it is missing or pyproject.toml has changed. VENV=DIR uses an environment of your own;
+# it is set up only if Slipstream is not installed there. PYTHON=python3.12 chooses the interpreter of a new one.
+
+PYTHON ?= python3
+CONFIG ?= configs/smollm2.yaml
+# Plain "torch" would bring a CUDA build of gigabytes, where the index offers a CPU build of this version.
+TORCH ?= torch==2.13.0
+
+ifeq ($(origin VENV),undefined)
+VENV := .venv
+READY := $(VENV)/.ready-$(firstword $(shell sha256sum pyproject.toml))
+else
+READY := $(VENV)/bin/slipstream
+endif
+
+.PHONY: demo test clean
+
+demo: $(READY)
+	$(VENV)/bin/slipstream run $(CONFIG)
+
+test: $(READY)
+	$(VENV)/bin/pytest $(ARGS)
+
+$(READY): | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) --editable '.[dev]'
+	rm -f $(VENV)/.ready-*
+	touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(None if (3, 11) <= sys.version_info < (3, 13) else "Slipstream needs Python 3.11 or 3.12, this is " + sys.version + ": make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	if [ -x $(VENV)/bin/slipstream ] && [ -d runs ]; then $(VENV)/bin/slipstream clean $(CONFIG); fi
+	rm -rf .venv runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
