@@ -6,7 +6,9 @@ import torch
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, EngineConfig, Request
 from slipstream.engine.proposer import OracleProposer
+from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.kernels.sampling import SamplingBatch, sample
 
 SAMPLING = {
     "greedy": SamplingParams(max_tokens=48, ignore_eos=True),
@@ -59,6 +61,30 @@ def test_tokens_do_not_depend_on_the_draft(tiny, target, prompts, plain, num_ste
     engine = Engine(target, config(num_steps), Eagle3Proposer(tiny.tiny_draft(target), num_steps))
     assert engine.generate(prompts, SAMPLING["T=1"]) == plain["T=1"]
     assert engine.stats.acceptance[num_steps].histogram[1] > 0  # the noise shared with the target makes some right
+
+
+@pytest.mark.parametrize("name", ["T=1", "T=0.8 p=0.9"])
+def test_each_token_takes_the_noise_of_its_own_absolute_position(target, prompts, plain, name):
+    """From the finished text, in one pass: the token at p is the sample of the logits at p - 1, with the noise of p."""
+    params = SAMPLING[name]
+    for answer in plain[name][:4]:
+        ids, start = answer.prompt_ids + answer.token_ids, len(answer.prompt_ids)
+        _, teacher = capture_states(target, ids[:-1], ())
+        logits = target.logits(teacher[start - 1 :])[None]  # [n, V] -> [1, n, V]
+        positions = torch.arange(start, len(ids))[None]  # [1, n]
+        expected = sample(logits, SamplingBatch.from_params([params]), positions)
+        assert expected[0].tolist() == answer.token_ids
+
+
+def test_the_choice_index_changes_the_answer(target, prompts):
+    engine = Engine(target, config(0))
+    for choice in (0, 1):
+        engine.add_request(Request(f"{choice}", prompts[0], SAMPLING["T=1"], choice_index=choice))
+    tokens = {"0": [], "1": []}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.new_token_ids
+    assert tokens["0"] != tokens["1"]
 
 
 def test_mixed_sampling_in_one_batch(target, prompts, plain):

@@ -8,6 +8,7 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, EngineConfig
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.kernels.sampling import gumbel_noise
 
 NUM_STEPS = 5
 SWITCHES = {
@@ -81,6 +82,20 @@ def test_drafts_are_target_ids(tiny, tmp_path):
     (answer,) = engine.generate(tiny.prompts(1), SamplingParams(max_tokens=20, ignore_eos=True), trace=True)
     for r in answer.trace.rounds:
         assert r.draft_tokens.tolist() == [3 * i for i in r.draft_logits.max(-1).indices.tolist()]
+
+
+def test_drafts_take_the_noise_of_the_position_they_are_for(tiny, tmp_path):
+    target = tiny.tiny_target(tmp_path)
+    draft = tiny.tiny_draft(target)
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=9, ignore_eos=True)
+    engine = Engine(target, EngineConfig(num_steps=3, max_context_tokens=128), Eagle3Proposer(draft, 3))
+    (answer,) = engine.generate(tiny.prompts(1), params, trace=True)
+    target_ids = draft.to_target(torch.arange(draft.config.draft_vocab_size))
+    for r in answer.trace.rounds:
+        positions = torch.arange(r.start, r.start + 3)[None]  # [1, 3]
+        noise = gumbel_noise(torch.tensor([9]), torch.tensor([0]), positions, target_ids)[0]  # [3, Vd]
+        expected = target_ids[(r.draft_logits.float() / 0.7 + noise).max(-1).indices]
+        assert r.draft_tokens.tolist() == expected.tolist()
 
 
 def test_a_perfect_draft_is_always_accepted(tiny, tmp_path):
