@@ -201,6 +201,18 @@ def test_any_bytes_come_out_as_if_decoded_at_once(data: list[int]) -> None:
     assert "".join(pieces) == ByteTokens().decode(data)
 
 
+class WordTokens:
+    """Ids are words with a space before each; decode drops the space before the first, as SentencePiece does."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f" w{token}" for token in token_ids)[1:]
+
+
+def test_spaces_survive_where_decoding_starts_again() -> None:
+    stream, ids = StreamDetokenizer(WordTokens()), list(range(100))
+    assert "".join([stream.push([i]) for i in ids] + [stream.finish()]) == WordTokens().decode(ids)
+
+
 def test_streaming_with_a_real_tokenizer_leaves_marks_out(make: Make) -> None:
     tokenizer = make("roles")
     text = "the 😀 ends with naïve 漢字 § and an\n\n  indent" * 4
