@@ -267,8 +267,8 @@ def answer_owners(records: Sequence[ConversationRecord]) -> list[tuple[Conversat
 
 
 def warn_of_other_tokens(context: StageContext, evaluation: Evaluation) -> None:
-    """Greedy answers consist of greedy tokens, near-ties apart."""
-    greedy = context.manifest("regenerate")["config"]["data"]["temperature"] == 0
+    """Greedy answers consist of greedy tokens, near-ties apart; held-out ones are made at the first temperature."""
+    greedy = context.manifest("regenerate")["config"]["data"]["temperatures"][0] == 0
     if greedy and evaluation.greedy_share < 0.98:
         context.warn(
             f"only {evaluation.greedy_share:.1%} of the held-out tokens are the teacher's greedy token, although the "
