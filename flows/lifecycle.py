@@ -62,15 +62,18 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
 def _as_task(stage: Stage, deployment: "Deployment", workdir: Path, reporter: Reporter) -> StageResult:
     """Runs a stage as a Prefect task of its name. A skipped stage shows as state `Skipped`."""
 
-    def run() -> State[StageResult] | StageResult:
+    results: list[StageResult] = []
+
+    def run() -> State[None]:
         result = run_stage(stage, deployment, workdir, reporter)
+        results.append(result)  # not the task's own result, which Prefect would store
         if result.status == "skipped":
-            return Completed(name="Skipped", message="its fingerprint is unchanged", data=result)
-        return result
+            return Completed(name="Skipped", message="its fingerprint is unchanged")
+        return Completed(message=f"{result.seconds:.1f} s")
 
     # A new task for each stage, without parameters: Prefect would walk through and store them.
-    stage_task: Any = task(name=stage.name, task_run_name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)
-    return stage_task()
+    task(name=stage.name, task_run_name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)()
+    return results[0]
 
 
 def _stop_servers(deployment: "Deployment", workdir: Path, reporter: Reporter) -> None:
