@@ -207,7 +207,7 @@ def start_server(
     try:
         url = _wait_until_healthy(process, ready_file, deployment.server.startup_timeout_seconds, progress)
         settings = _get(f"{url}/slipstream/settings")
-        _check_identity(process, settings, url)
+        check_identity(process, settings, url)
         check_settings(deployment, plan, settings)
     except BaseException:
         stop_server(deployment, workdir, name)
@@ -285,7 +285,8 @@ def _health(url: str, phase: str) -> tuple[bool, str]:
         return False, phase
 
 
-def _check_identity(process: Detached, settings: dict[str, Any], url: str) -> None:
+def check_identity(process: Detached, settings: dict[str, Any], url: str) -> None:
+    """It is our process that answers at `url`. Raises SlipstreamError (F15)."""
     if settings.get("pid") != process.identity.pid:
         raise SlipstreamError(
             f"process {settings.get('pid')} answers at {url}",

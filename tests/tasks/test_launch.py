@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import cleanup, launch, server
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.ports import port_is_free
-from slipstream.tasks.process import group_members, is_alive, read_record
+from slipstream.tasks.process import ProcessIdentity, group_members, is_alive, read_record
 from slipstream.tasks.reporting import NullReporter
 from slipstream.tasks.server import ServerPlan, check_settings, running_server, server_command, start_server
 from slipstream.tasks.stage import Stage, run_stage
@@ -230,12 +231,12 @@ def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
     }
 
 
-def test_another_process_at_the_address_is_not_taken_for_ours(deployment, workdir, plan, monkeypatch):
-    monkeypatch.setattr(server, "_get", lambda url: {**SETTINGS, "pid": 1})
-    with pytest.raises(SlipstreamError, match="process 1 answers at http") as error:
-        start_server(deployment, workdir, plan)
+def test_another_process_at_the_address_is_not_taken_for_ours():
+    ours = SimpleNamespace(identity=ProcessIdentity(pid=7, pgid=7, start_time=1, boot_id="b"))
+    server.check_identity(ours, {"pid": 7}, "http://host:1")
+    with pytest.raises(SlipstreamError, match="process 8 answers at http://host:1") as error:
+        server.check_identity(ours, {"pid": 8}, "http://host:1")
     assert error.value.fault == "F15"
-    assert nothing_runs(workdir)
 
 
 def test_the_first_steps_are_compared_with_their_chance():

@@ -1,6 +1,5 @@
 """Real servers in processes of their own: how they end, and what they leave behind (nothing)."""
 
-import json
 import os
 import shutil
 import signal
@@ -121,38 +120,16 @@ def test_a_taken_port_is_told_before_anything_is_loaded(tiny_server, tiny_models
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("which", ["target", "draft"])
-def test_a_truncated_safetensors_file_is_named(tiny_server, tiny_models, tmp_path, which):
-    folders = {}
-    for name in ("target", "draft"):
-        folders[name] = tmp_path / name
-        shutil.copytree(getattr(tiny_models, name), folders[name])
-    file = folders[which] / "model.safetensors"
+def test_a_truncated_safetensors_file_is_named(tiny_server, tiny_models, tmp_path):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_models.target, target)
+    file = target / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    code, output = run_to_end(tiny_server.command(tiny_server.Models(**folders), 3))
+    code, output = run_to_end(tiny_server.command(tiny_server.Models(target, tiny_models.draft), 3))
     assert code == 1
     assert f"{file} (" in output
     assert "a truncated copy looks like this" in output
     assert "Traceback" not in output
-
-
-def test_a_draft_whose_context_is_too_short_is_refused(tiny_server, tiny_models, tmp_path):
-    draft = tmp_path / "draft"
-    shutil.copytree(tiny_models.draft, draft)
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 100}))
-    code, output = run_to_end(tiny_server.command(tiny_server.Models(tiny_models.target, draft), 3))
-    assert code == 1
-    assert "F14: the draft follows a context of 100 tokens; the engine is to serve 128" in output
-
-
-def test_a_draft_of_another_target_is_refused(tiny, tiny_server, tiny_models, tmp_path):
-    other = tiny_server.make_models(tmp_path, tiny, seed=1)
-    mixed = tiny_server.Models(other.target, tiny_models.draft)
-    code, output = run_to_end(tiny_server.command(mixed, 3))
-    assert code == 1
-    assert "F17: " in output
-    assert "target weights or config" in output
 
 
 @pytest.mark.parametrize(
