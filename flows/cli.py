@@ -137,7 +137,10 @@ def report(config: Config, overrides: Overrides = None, workdir: Workdir = None,
 @app.command()
 def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False) -> None:
     """Stop what a run of this deployment started and left, by its state file; nothing else is touched."""
-    _run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
+    from slipstream.flows.prefect_server import stop_left_over
+
+    (result,) = _run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
+    stop_left_over(result.dir.parent)  # Prefect's own server, of a run that was killed
 
 
 @app.command()
