@@ -7,7 +7,7 @@ slot t embeds x_{t+1}, so the first supervised slot is P - 1; the teacher of slo
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -79,6 +79,10 @@ class Batch:
     supervised: torch.Tensor
     teacher: torch.Tensor
     teacher_rows: torch.Tensor
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on another device."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def step_tokens(self, step: int) -> torch.Tensor:
         """[B, S] int64: the token that each row embeds at `step` (any token where it lies past the end)."""

@@ -48,17 +48,18 @@ class Evaluator:
         plan = plan_batches(indices, source.lengths, batch_tokens, seed=0, epoch=0)
         self._batches: list[tuple[list[int], Batch, torch.Tensor]] = []
         for members in plan:
-            batch = collate([source[i] for i in members], num_steps)
+            batch = collate([source[i] for i in members], num_steps).to(teacher.head.device)
             self._batches.append((members, batch, teacher.argmax(batch.teacher)))
 
     @torch.no_grad()
     def run(self, network: Eagle3Network) -> Evaluation:
         """Evaluate with the arithmetic of serving (no gradients: `kernels.linear` then keeps rows apart)."""
         lengths: dict[int, list[list[int]]] = {}
-        joint = torch.zeros(self.num_steps, dtype=torch.int64)
+        joint = [0] * self.num_steps
         complete = same = outside = total = 0
-        proposable = torch.zeros(network.config.vocab_size, dtype=torch.bool)
-        proposable[network.to_target(torch.arange(network.config.draft_vocab_size))] = True
+        device = network.d2t.device
+        proposable = torch.zeros(network.config.vocab_size, dtype=torch.bool, device=device)
+        proposable[network.to_target(torch.arange(network.config.draft_vocab_size, device=device))] = True
         for members, batch, greedy in self._batches:
             hits = torch.zeros_like(batch.supervised)  # [K, B, S]
             for index, state in enumerate(unrolled_states(network, batch, self.num_steps)):
@@ -66,7 +67,7 @@ class Evaluator:
                 draft = network.to_target(network.logits(state[on]).argmax(-1))  # [m]
                 hits[index][on] = draft == greedy[batch.teacher_rows[index][on]]
             counts, slots = joint_hits(hits, batch.supervised)
-            joint, complete = joint + counts, complete + slots
+            joint, complete = [a + b for a, b in zip(joint, counts.tolist(), strict=True)], complete + slots
             first = batch.supervised[0]
             labels = greedy[batch.teacher_rows[0][first]]  # [m]
             following = batch.tokens.gather(1, batch.slots + 2 * first)[first]  # [m]: x_{t+2}
@@ -79,7 +80,7 @@ class Evaluator:
                 lengths[conversation] = _by_answer(batch.slots[b, :size], run[b, :size])
         return Evaluation(
             run_lengths=[answer for index in sorted(lengths) for answer in lengths[index]],
-            joint_acceptance=[int(count) / max(complete, 1) for count in joint],
+            joint_acceptance=[count / max(complete, 1) for count in joint],
             slots=complete,
             greedy_share=same / max(total, 1),
             outside_share=outside / max(total, 1),

@@ -98,7 +98,7 @@ def init_network(network: Eagle3Network, target: TargetWeights, vocab: DraftVoca
     width = config.target_hidden_size
     if width == config.hidden_size:
         network.fc.weight.mul_(_FC_NOISE)
-        network.fc.weight[:, -width:] += torch.eye(width, dtype=dtype)
+        network.fc.weight[:, -width:] += torch.eye(width, dtype=dtype, device=network.fc.weight.device)
     _copy_last_layer(network, target.last_layer)
 
 

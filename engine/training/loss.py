@@ -87,7 +87,7 @@ def ttt_loss(
     if greedy is not None:
         joint, complete = joint_hits(torch.stack(hits), batch.supervised[:num_steps])
     return TttLoss(
-        total=(steps * step_weights(num_steps, decay)).sum(),
+        total=(steps * step_weights(num_steps, decay).to(steps.device)).sum(),
         steps=steps.detach(),
         counts=batch.supervised[:num_steps].flatten(1).sum(1),
         joint=joint,

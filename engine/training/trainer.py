@@ -137,6 +137,7 @@ class Trainer:
         settings = self.settings
         rate = settings.rate_at(self._fraction(ahead=0.5))
         batch = collate([self.source[i] for i in self.plan[self.step]], settings.num_steps)
+        batch = batch.to(self.network.fc.weight.device)
         with_hits = self.step % settings.hits_every_steps == 0
         result = ttt_loss(
             self.network, batch, self.teacher, settings.num_steps, settings.step_loss_decay, with_hits=with_hits

@@ -100,14 +100,18 @@ class Eagle3Network(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.d2t: torch.Tensor
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """Captured states of the config's slots, in its order, [..., n * ht] -> g [..., h]."""
+    def normed_features(self, features: torch.Tensor) -> torch.Tensor:
+        """Features [..., n * ht] after the norms that stand before fc (none unless switched on)."""
         if self.input_norm is not None:
-            features = self.input_norm(features)
+            return self.input_norm(features)
         if self.fc_norm is not None:
             chunks = features.chunk(len(self.fc_norm), dim=-1)  # [..., n * ht] -> n x [..., ht]
-            features = torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(features)
+            return torch.cat([norm(c) for norm, c in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return features
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Captured states of the config's slots, in its order, [..., n * ht] -> g [..., h]."""
+        return self.fc(self.normed_features(features))
 
     def forward(
         self, token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: Attend
