@@ -223,7 +223,8 @@ def prove(
             proposer: Proposer | None = None
             if case.drafts == "oracle":
                 texts = {str(i): p + a.tokens for i, (p, a) in enumerate(zip(subject.prompts, recorded, strict=True))}
-                proposer = OracleProposer(case.num_steps, texts, subject.target.config.vocab_size)
+                seed = list(SAMPLINGS).index(sampling)
+                proposer = OracleProposer(case.num_steps, texts, subject.target.config.vocab_size, seed=seed)
             elif case.drafts == "draft" and subject.draft is not None:
                 proposer = Eagle3Proposer(subject.draft, case.num_steps)
             began = time.perf_counter()
