@@ -23,7 +23,7 @@ BACKLOG = 512
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. Unknown flags are errors."""
-    parser = argparse.ArgumentParser(prog="slipstream.engine.serving.main", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="slipstream serve", allow_abbrev=False)
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--draft", default="none", help="EAGLE-3 directory, or none")
     parser.add_argument("--num-steps", type=int, default=0, help="K, drafts a round; 0 is no speculation")
