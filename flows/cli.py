@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
 
 if TYPE_CHECKING:

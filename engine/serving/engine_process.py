@@ -38,10 +38,6 @@ from slipstream.engine.serving.protocol import (
 EXIT_FAILED = 1
 LAST_WORDS_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
-# Turns that an idle thread of torch's pool waits for work before it sleeps. GNU OpenMP's own default is 30 times as
-# long: no faster on idle cores (18.8 and 18.9 ms a step of SmolLM2 on two), but where the front or anybody else needs
-# one of them, it burns the CPU in waiting (310 ms a step against 115 with six rivals).
-SPIN_COUNT = "10000"
 
 
 class Steppable(Protocol):
@@ -117,10 +113,9 @@ def start_engine_process(options: EngineOptions) -> tuple[subprocess.Popen[bytes
     To be called from the main thread: the kernel ends the child when the thread that started it ends.
     """
     ours, theirs = socket.socketpair()
-    env = {**os.environ, "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT)}
     command = [sys.executable, "-P", "-m", "slipstream.engine.serving.engine_process"]
     arguments = [f"--socket={theirs.fileno()}", f"--parent={os.getpid()}", json.dumps(asdict(options))]
-    process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env)
+    process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
     theirs.close()
     return process, ours
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.engine_process import start_engine_process
