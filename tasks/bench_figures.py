@@ -84,10 +84,8 @@ def round_option(pairs: Sequence[Pair], num_steps: int) -> SpeedOption:
     steps = _outputs_after_first(pairs, "baseline")
     round_ms = sum(pair.speculation.decode_ms for pair in pairs) / rounds
     step_ms = sum(pair.baseline.decode_ms for pair in pairs) / steps
-    seconds = _counters(pairs, "speculation").seconds
-    counted = _counters(pairs, "speculation").of(num_steps)
-    in_engine = counted.rounds + counted.left_out
-    draft_ms, verify_ms = (1000 * seconds[part] / in_engine for part in ("draft", "verify"))
+    engine = _counters(pairs, "speculation")
+    draft_ms, verify_ms = (1000 * engine.seconds[part] / engine.rounds for part in ("draft", "verify"))
     length = sum(pair.speculation.decode_tokens for pair in pairs) / rounds
     return SpeedOption(num_steps, length, draft_ms, verify_ms, round_ms - draft_ms - verify_ms, step_ms)
 
@@ -109,14 +107,14 @@ def _side(pairs: Sequence[Pair], side: Side, num_steps: int) -> dict[str, Any]:
     """Latencies and speed of one server. Speed of a stream: tokens after the first output / time after it."""
     answers = [answer for measured in _measured(pairs, side) for answer in measured.answers]
     tokens, seconds = sum(a.decode_tokens for a in answers), sum(a.decode_seconds for a in answers)
-    whole = sum(a.seconds for a in answers)
+    whole = sum(measured.seconds for measured in _measured(pairs, side))
     chunks = sum(len(a.chunks) - 1 for a in answers)
     return {
         "num_steps": num_steps,
         "requests": len(answers),
         "output_tokens": sum(a.output_tokens for a in answers),
         "tokens_per_second": tokens / seconds,
-        "tokens_per_second_with_prompt": sum(a.output_tokens for a in answers) / whole,
+        "system_tokens_per_second": sum(a.output_tokens for a in answers) / whole,
         "tokens_per_chunk": tokens / chunks,
         "ttft_ms": summary([a.ttft_ms for a in answers]),
         "itl_ms": summary([gap for a in answers for gap in a.itl_ms]),

@@ -6,6 +6,7 @@ servers' counters around it, so that a benchmark that is killed goes on where it
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ class Measured:
 
     answers: tuple[Answer, ...]
     counters: Counters
+    seconds: float  # from the first request to the last answer
 
     @property
     def decode_ms(self) -> float:
@@ -97,9 +99,10 @@ def measure_pairs(
 
 
 def _ask(url: str, block: Sequence[Prompt], concurrency: int, max_tokens: int, seed: int) -> Measured:
-    before = read_counters(url)
+    before, began = read_counters(url), time.perf_counter()
     answers = ask_all(url, block, max_tokens=max_tokens, concurrency=concurrency, seed=seed)
-    return Measured(tuple(answers), read_counters(url) - before)
+    seconds = time.perf_counter() - began
+    return Measured(tuple(answers), read_counters(url) - before, seconds)
 
 
 def resume_pairs(file: Path) -> Iterator[Pair]:
@@ -116,7 +119,8 @@ def resume_pairs(file: Path) -> Iterator[Pair]:
 
 def _to_json(pair: Pair) -> dict[str, Any]:
     def side(measured: Measured) -> dict[str, Any]:
-        return {"answers": [asdict(a) for a in measured.answers], "counters": measured.counters.to_dict()}
+        answers = [asdict(answer) for answer in measured.answers]
+        return {"answers": answers, "counters": measured.counters.to_dict(), "seconds": measured.seconds}
 
     return {
         "block": pair.block,
@@ -139,6 +143,6 @@ def _from_json(data: dict[str, Any]) -> Pair:
             )
             for a in entry["answers"]
         ]
-        return Measured(tuple(answers), Counters.from_dict(entry["counters"]))
+        return Measured(tuple(answers), Counters.from_dict(entry["counters"]), entry["seconds"])
 
     return Pair(data["block"], data["repeat"], data["first"], side(data["baseline"]), side(data["speculation"]))

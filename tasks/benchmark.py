@@ -36,6 +36,7 @@ FIGURES = "benchmark.json"
 LAUNCHED, OTHER = "server", "other-side"  # names of the servers in the workdir
 UNASKED_STEPS = 3  # K of the comparison when K = 0 is pinned, so that nothing was chosen
 DYING_SECONDS = 3.0  # a server whose engine is gone answers for a moment longer
+WARMUP_TOKENS = 16
 TRANSFORMERS_PROMPTS = 3
 TRANSFORMERS_TOKENS = 64
 
@@ -58,7 +59,7 @@ def run(context: StageContext) -> dict[str, Any]:
         )
         with naming_the_dead(context):
             for url in urls.values() if config.benchmark.warmup_prompts else ():
-                ask_all(url, prompts[: config.benchmark.warmup_prompts], max_tokens=config.benchmark.max_new_tokens)
+                ask_all(url, prompts[: config.benchmark.warmup_prompts], max_tokens=WARMUP_TOKENS)
             pairs = measure_pairs(
                 urls,
                 prompts,

@@ -17,10 +17,12 @@ TIMEOUT_SECONDS = 60.0
 class Counters:
     """What an engine did since it started, or between two moments.
 
-    seconds: wall time by part of a step. acceptance: rounds by K in force.
+    seconds: wall time by part of a step. rounds: of the engine, each for all requests of its batch. acceptance: rounds
+    of single requests, by K in force.
     """
 
     seconds: Mapping[str, float]
+    rounds: int
     acceptance: Mapping[int, AcceptanceCounts]
 
     def __sub__(self, earlier: "Counters") -> "Counters":
@@ -30,13 +32,15 @@ class Counters:
             before = earlier.acceptance.get(k, AcceptanceCounts(k))
             histogram = [now - then for now, then in zip(counts.histogram, before.histogram, strict=True)]
             rounds[k] = AcceptanceCounts(k, histogram, counts.ended - before.ended, counts.clamped - before.clamped)
-        return Counters({part: self.seconds[part] - earlier.seconds[part] for part in PARTS}, rounds)
+        seconds = {part: self.seconds[part] - earlier.seconds[part] for part in PARTS}
+        return Counters(seconds, self.rounds - earlier.rounds, rounds)
 
     def __add__(self, other: "Counters") -> "Counters":
         rounds = {k: AcceptanceCounts.from_dict(counts.to_dict()) for k, counts in self.acceptance.items()}
         for k, counts in other.acceptance.items():
             rounds.setdefault(k, AcceptanceCounts(k)).merge(counts)
-        return Counters({part: self.seconds[part] + other.seconds[part] for part in PARTS}, rounds)
+        seconds = {part: self.seconds[part] + other.seconds[part] for part in PARTS}
+        return Counters(seconds, self.rounds + other.rounds, rounds)
 
     def of(self, num_steps: int) -> AcceptanceCounts:
         """The rounds of one K."""
@@ -45,6 +49,7 @@ class Counters:
     def to_dict(self) -> dict[str, Any]:
         return {
             "seconds": dict(self.seconds),
+            "rounds": self.rounds,
             "acceptance": [counts.to_dict() for counts in self.acceptance.values()],
         }
 
@@ -52,10 +57,11 @@ class Counters:
     def from_dict(cls, data: Mapping[str, Any]) -> "Counters":
         """From `to_dict`, or from the `stats` of a server."""
         counts = [AcceptanceCounts.from_dict(entry) for entry in data["acceptance"]]
-        return cls({part: float(data["seconds"][part]) for part in PARTS}, {c.num_steps: c for c in counts})
+        seconds = {part: float(data["seconds"][part]) for part in PARTS}
+        return cls(seconds, int(data["rounds"]), {c.num_steps: c for c in counts})
 
 
-NOTHING = Counters(dict.fromkeys(PARTS, 0.0), {})
+NOTHING = Counters(dict.fromkeys(PARTS, 0.0), 0, {})
 
 
 def read_settings(url: str) -> dict[str, Any]:

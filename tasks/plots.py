@@ -43,7 +43,7 @@ def cost_plot(options: Sequence[Mapping[str, Any]], measured: Mapping[str, Any])
     """
     figure, axes = _axes(7.0, 3.8)
     shown = [(f"K = {o['num_steps']}", o) for o in options] or []
-    shown.append((f"K = {measured['num_steps']}\nserved", measured))
+    shown.append((f"K = {measured['num_steps']}\nmeasured", measured))
     positions = range(len(shown))
     bottom = [0.0] * len(shown)
     for name, colour in (("verify", VERIFY), ("draft", DRAFT), ("rest", REST)):

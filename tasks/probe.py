@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
@@ -58,7 +57,7 @@ def probe_rounds(
         engine.generate(prompts, params)
         stats = engine.stats
         seconds = {"draft": stats.draft_seconds, "verify": stats.verify_seconds, "rest": stats.rest_seconds}
-        return round_time(k, seconds, stats.acceptance.get(k, AcceptanceCounts(k)))
+        return round_time(k, seconds, stats.rounds)
 
     turns = [k for repeat in range(repeats) for k in (num_steps if repeat % 2 == 0 else list(num_steps)[::-1])]
     times = []

@@ -23,7 +23,7 @@ def verdict(bench: Mapping[str, Any], gates: Sequence[Mapping[str, str]]) -> str
     lengths += f", break-even {_number(option['break_even'])}"
     speed = f"{ratio['ratio']:.2f}x as fast as no speculation ({interval}): {lengths}"
     if bench["served_num_steps"] == 0:
-        sentence = f"Speculation is off. Tried with K = {bench['num_steps']} it is {speed}. {bench['choice']['why']}"
+        sentence = f"{bench['choice']['why']}. Tried with K = {bench['num_steps']} it is {speed}"
     else:
         sentence = f"Speculation with K = {bench['num_steps']} is {speed}"
         if bench["losing_term"] and ratio["high"] < 1:
@@ -40,6 +40,11 @@ def table_rows(bench: Mapping[str, Any], parity: Mapping[str, Any] | None) -> li
     terms = " + ".join(f"{name} {option[f'{name}_ms']:.1f}" for name in ("draft", "verify", "rest"))
     rows = [
         ("tokens/s, one stream", f"{base['tokens_per_second']:.1f}", f"{spec['tokens_per_second']:.1f}"),
+        (
+            "tokens/s, whole server, prompts included",
+            f"{base['system_tokens_per_second']:.1f}",
+            f"{spec['system_tokens_per_second']:.1f}",
+        ),
         ("speed", "1", f"{ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}, {ratio['pairs']} pairs)"),
         ("accept length / ceiling", "1 / 1", f"{_number(counts['accept_length'])} / {counts['ceiling']}"),
         ("joint acceptance", "", joint or "no round counted"),
@@ -58,7 +63,7 @@ def table_rows(bench: Mapping[str, Any], parity: Mapping[str, Any] | None) -> li
     ]
     if bench["replayed"]:
         predicted = bench["replayed"]["accept_length"]
-        rows.insert(3, ("replayed accept length", "", _number(predicted)))
+        rows.insert(4, ("replayed accept length", "", _number(predicted)))
     if bench["transformers"] and bench["transformers"]["ratio"] is not None:
         told = bench["transformers"]
         rows.append(

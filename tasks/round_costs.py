@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from slipstream.engine.acceptance import AcceptanceCounts, RoundCosts
+from slipstream.engine.acceptance import RoundCosts
 from slipstream.engine.speed_forecast import SpeedOption, needed_conditional
 from slipstream.tasks.statistics import fitted_line
 
@@ -17,7 +17,7 @@ Term = Literal["draft", "verify", "rest", "acceptance"]
 class RoundTime:
     """Milliseconds of a round of K, from an engine's counters, over `rounds` rounds. At K = 0 a round is a plain step.
 
-    A round is one request's: with several requests in a batch each bears its share of the batch's time.
+    A round is that of a batch: it takes as long for each of its requests.
     """
 
     num_steps: int
@@ -31,9 +31,8 @@ class RoundTime:
         return self.draft_ms + self.verify_ms + self.rest_ms
 
 
-def round_time(num_steps: int, seconds: Mapping[str, float], counts: AcceptanceCounts) -> RoundTime:
+def round_time(num_steps: int, seconds: Mapping[str, float], rounds: int) -> RoundTime:
     """From seconds by part (draft, verify, rest) and the rounds of the same time. Raises ValueError without rounds."""
-    rounds = counts.rounds + counts.left_out
     if not rounds:
         raise ValueError(f"no round of K = {num_steps} was measured")
     parts = {part: 1000 * seconds[part] / rounds for part in ("draft", "verify", "rest")}

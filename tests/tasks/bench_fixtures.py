@@ -55,9 +55,13 @@ def make_pair(
         index,
         repeat,
         "baseline",
-        Measured((make_answer(name, [1] * tokens, plain_ms),), Counters(seconds, {0: plain})),
-        Measured((make_answer(name, lengths, round_ms),), Counters(spec_seconds, {num_steps: counts})),
+        _measured(make_answer(name, [1] * tokens, plain_ms), Counters(seconds, tokens, {0: plain})),
+        _measured(make_answer(name, lengths, round_ms), Counters(spec_seconds, rounds, {num_steps: counts})),
     )
+
+
+def _measured(answer: Answer, counters: Counters) -> Measured:
+    return Measured((answer,), counters, answer.seconds)
 
 
 @contextmanager

@@ -136,13 +136,13 @@ def test_too_few_prompts_are_an_error():
 
 def counters(histogram, ended, draft):
     counts = AcceptanceCounts(2, histogram, ended=ended)
-    return Counters({"prefill": 1.0, "draft": draft, "verify": 2.0, "rest": 0.5}, {2: counts})
+    return Counters({"prefill": 1.0, "draft": draft, "verify": 2.0, "rest": 0.5}, 10 * ended, {2: counts})
 
 
 def test_counters_subtract_and_add_and_survive_json():
     before, after = counters([1, 2, 3], 1, 1.0), counters([4, 2, 5], 3, 1.75)
     gone = after - before
-    assert (gone.of(2).histogram, gone.of(2).ended, gone.seconds["draft"]) == ([3, 0, 2], 2, 0.75)
+    assert (gone.of(2).histogram, gone.of(2).ended, gone.seconds["draft"], gone.rounds) == ([3, 0, 2], 2, 0.75, 20)
     assert Counters.from_dict(json.loads(json.dumps(gone.to_dict()))) == gone
     assert (NOTHING + gone + before).of(2).histogram == after.of(2).histogram
     assert gone.of(5).rounds == 0

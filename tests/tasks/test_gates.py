@@ -114,7 +114,7 @@ def test_verdict_says_it_in_a_sentence():
     assert "loses by draft" in told
     off = bench(served=0, pairs=SLOW)
     told = verdict(off, [gate.to_dict() for gate in judged(off).values()])
-    assert told.startswith("Speculation is off")
+    assert told.startswith("K = 0: speculation off")
 
 
 def test_transformers_is_told_not_judged():
