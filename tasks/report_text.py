@@ -95,12 +95,14 @@ def _percentiles(told: Mapping[str, Any]) -> str:
 
 def markdown(told: str, rows: Sequence[Row], gates: Sequence[Mapping[str, str]]) -> str:
     """For the Prefect artifact."""
-    lines = [f"**{told}**", "", "| | no speculation | speculation |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {base} | {spec} |" for name, base, spec in rows]
-    lines += ["", "| gate | result | found | expected | |", "| --- | --- | --- | --- | --- |"]
-    lines += [
-        f"| {g['name']} {g['fault']} | {g['status']} | {g['found']} | {g['expected']} | {g['why']} |" for g in gates
-    ]
+
+    def line(*cells: str) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    lines = [f"**{told}**", "", line("", "no speculation", "speculation"), line("---", "---", "---")]
+    lines += [line(*row) for row in rows]
+    lines += ["", line("gate", "result", "found", "expected", ""), line(*["---"] * 5)]
+    lines += [line(f"{g['name']} {g['fault']}", g["status"], g["found"], g["expected"], g["why"]) for g in gates]
     return "\n".join(lines)
 
 
