@@ -26,7 +26,7 @@ test: $(READY)
 	$(VENV)/bin/pytest $(ARGS)
 
 $(READY): | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH) --editable '.[dev]'
+	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) --editable '.[dev]'
 	rm -f $(VENV)/.ready-*
 	touch $@
 
