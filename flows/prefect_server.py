@@ -1,8 +1,8 @@
 """Prefect's own server for the time of one run, with its database in the workdir.
 
-Prefect can start such a server by itself, but as our child in our process group: Ctrl-C in a terminal kills it first, and
-the flow then waits for minutes to tell it how it ended; after `kill -9` it stays and nobody knows it. Here it is started
-like any detached process of ours, with a state file, so that the next run finds and stops it.
+Prefect can start such a server by itself, but as our child in our process group: Ctrl-C in a terminal kills it first,
+and the flow then waits for minutes to tell it how it ended; after `kill -9` it stays and nobody knows it. Here it is
+started like any detached process of ours, with a state file, so that the next run finds and stops it.
 
 Nothing here imports prefect: the settings have to stand in the environment before that.
 """
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.ports import free_port
 from slipstream.tasks.process import Detached, forget, read_record, start_detached, stop_group, tail
 
@@ -58,13 +59,17 @@ def prefect_server(workdir: Path) -> Iterator[str]:
 
 
 def stop_left_over(workdir: Path) -> bool:
-    """Stops the Prefect server of a run that was killed. Returns whether there was one."""
+    """Stops the Prefect server of a run that was killed. Returns whether there was one.
+
+    Raises SlipstreamError when another run holds the workdir: then it is no left-over.
+    """
     state_file = workdir / "prefect" / "server.state.json"
-    record = read_record(state_file)
-    if record is None:
-        return False
-    report = stop_group(record.identity, drain_seconds=STOP_SECONDS)
-    forget(state_file)
+    with workdir_lock(workdir):
+        record = read_record(state_file)
+        if record is None:
+            return False
+        report = stop_group(record.identity, drain_seconds=STOP_SECONDS)
+        forget(state_file)
     return bool(report.ended or report.killed)
 
 

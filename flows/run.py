@@ -11,6 +11,7 @@ from slipstream.flows.prefect_server import prefect_server
 from slipstream.flows.progress import RichReporter
 from slipstream.flows.signals import unwinding_signals
 from slipstream.tasks.gates import GatesFailed
+from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.manifest import MANIFEST, read_json
 
 LOG_WIDTH = 120  # columns of tables in a log, whose width nobody tells us
@@ -29,7 +30,7 @@ def run_lifecycle(
     if not console.is_terminal:
         console.width = max(console.width, LOG_WIDTH)
     workdir = load(config, overrides).deployment.host.workdir
-    with unwinding_signals(), prefect_server(workdir):
+    with unwinding_signals(), workdir_lock(workdir), prefect_server(workdir):
         from slipstream.flows.lifecycle import REPORTER, lifecycle  # only now: prefect reads its settings when imported
 
         token = None

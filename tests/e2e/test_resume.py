@@ -95,6 +95,8 @@ def house(chats: ModuleType, tiny: ModuleType, tmp_path_factory: pytest.TempPath
         "benchmark": {"num_prompts": 2, "max_new_tokens": 12, "pairs": 1, "warmup_prompts": 0},
         "gates": {"min_speedup": 1e-6, "max_tau_gap": 1e6, "max_slot_error": 10.0, "max_argmax_difference": 1.0},
     }
+    # Prefect reads this file, and would look for its server there.
+    (root / ".env").write_text("PREFECT_API_URL=http://127.0.0.1:1/api\nPREFECT_SERVER_EPHEMERAL_ENABLED=false\n")
     config = root / "tiny.yaml"
     config.write_text(yaml.safe_dump(deployment))
     return House(root, config)
@@ -135,6 +137,11 @@ def test_kill_9_during_training_loses_nothing(house: House) -> None:
     extracted = house.started("extract")
     process = house.command("run")
     wait_for_training(house, process)
+    second = house.command("run")
+    output = finish(second)
+    assert second.returncode == 1
+    assert f"in use by process {process.pid}" in output
+    assert process.poll() is None  # and it did no harm to the first
     process.kill()
     output = finish(process)
     assert "train: goes on where an earlier run stopped" in output
