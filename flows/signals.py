@@ -1,4 +1,4 @@
-"""Ends of a run that come from outside: Ctrl-C, SIGTERM, a lost terminal. All of them unwind the stack, so `finally` runs."""
+"""Ends of a run that come from outside: Ctrl-C, SIGTERM, a lost terminal. All unwind the stack, so `finally` runs."""
 
 import os
 import signal
