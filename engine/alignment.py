@@ -14,7 +14,10 @@ import torch
 
 
 def draft_tokens(token_ids: torch.Tensor, step: int) -> torch.Tensor:
-    """Token that slot t embeds at `step`: x_{t+step}. Args: token_ids [..., T]. Returns [..., T - step], slot t at index t."""
+    """Token that slot t embeds at `step`: x_{t+step}.
+
+    Args: token_ids [..., T]. Returns [..., T - step], slot t at index t.
+    """
     return token_ids[..., step:]
 
 

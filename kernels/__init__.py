@@ -11,7 +11,7 @@ import os
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # Turns that an idle thread of torch's pool waits for work before it sleeps. GNU OpenMP's own default is 30 times as
-# long: no faster on idle cores (18.8 and 18.9 ms a step of SmolLM2 on two), but where anybody else needs one of them, it
-# burns the CPU in waiting (310 ms a step against 115 with six rivals). Read when torch is imported: entry points
+# long: no faster on idle cores (18.8 and 18.9 ms a step of SmolLM2 on two), but where anybody else needs one of them,
+# it burns the CPU in waiting (310 ms a step against 115 with six rivals). Read when torch is imported: entry points
 # (the command line, the server) import this package first.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

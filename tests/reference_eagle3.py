@@ -58,7 +58,9 @@ def layer(w, c, embedding, g, positions, keys, values):
 
 def step_logits(w, c, tokens, features, num_steps):
     """Draft logits of every slot, [K, T - 1, Vd]. Rows whose token lies past the end hold no meaning."""
-    rows, keys, values, out = len(tokens) - 1, [], [], []
+    rows, out = len(tokens) - 1, []
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     tokens = torch.cat((tokens, tokens.new_zeros(num_steps)))
     g = fuse(w, c, features[:rows])
     for k in range(1, num_steps + 1):

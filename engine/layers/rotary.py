@@ -33,6 +33,8 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(f"rope scaling {kind!r} is not supported; known: default, llama3")
         angles = torch.outer(torch.arange(max_position).float(), inv_freq)  # [P, d / 2]
         angles = torch.cat((angles, angles), dim=-1)  # [P, d]
+        self.cos: torch.Tensor
+        self.sin: torch.Tensor
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 

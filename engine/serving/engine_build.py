@@ -139,7 +139,7 @@ def effective_settings(
         "verify_width": config.num_steps + 1,
         "slots": [slot_name(slot) for slot in engine.runner.feature_plan.slots],
         "captured_slots": [slot_name(slot) for slot in engine.runner.capture],
-        "dtype": str(engine.target.embed_tokens.weight.dtype).removeprefix("torch."),
+        "dtype": str(engine.runner.cache.layers[0].dtype).removeprefix("torch."),
         "device": config.device,
         "max_context_tokens": config.max_context_tokens,
         "max_running_requests": config.max_running_requests,

@@ -85,8 +85,9 @@ def plot_curves(directory: Path, out: Path) -> list[Path]:
             points = [(row["step"], row[field]) for row in rows if field in row]
             for index in range(max((len(values) for _, values in points), default=0)):
                 curve = [(step, values[index]) for step, values in points if len(values) > index]
-                style = {"marker": "o", "linestyle": "--"} if field.startswith("heldout") else {}
-                axes.plot(*zip(*curve, strict=True), label=f"{label}, k = {index + 1}", color=f"C{index}", **style)
+                steps, heights = zip(*curve, strict=True)
+                style = "o--" if field.startswith("heldout") else "-"
+                axes.plot(steps, heights, style, label=f"{label}, k = {index + 1}", color=f"C{index}")
         axes.set_xlabel("optimiser step")
         axes.set_ylabel(title)
         axes.grid(alpha=0.3)

