@@ -52,21 +52,28 @@ class Evaluator:
             self._batches.append((members, batch, teacher.argmax(batch.teacher)))
 
     @torch.no_grad()
-    def run(self, network: Eagle3Network) -> Evaluation:
-        """Evaluate with the arithmetic of serving (no gradients: `kernels.linear` then keeps rows apart)."""
+    def run(self, network: Eagle3Network, num_steps: int | None = None) -> Evaluation:
+        """Evaluate with the arithmetic of serving (no gradients: `kernels.linear` then keeps rows apart).
+
+        Args:
+            network: the draft.
+            num_steps: drafts at each slot, fewer than this evaluator's K; None for K.
+        """
+        num_steps = min(num_steps or self.num_steps, self.num_steps)
         lengths: dict[int, list[list[int]]] = {}
-        joint = [0] * self.num_steps
+        joint = [0] * num_steps
         complete = same = outside = total = 0
         device = network.d2t.device
         proposable = torch.zeros(network.config.vocab_size, dtype=torch.bool, device=device)
         proposable[network.to_target(torch.arange(network.config.draft_vocab_size, device=device))] = True
         for members, batch, greedy in self._batches:
-            hits = torch.zeros_like(batch.supervised)  # [K, B, S]
-            for index, state in enumerate(unrolled_states(network, batch, self.num_steps)):
+            supervised = batch.supervised[:num_steps]  # [K, B, S]
+            hits = torch.zeros_like(supervised)
+            for index, state in enumerate(unrolled_states(network, batch, num_steps)):
                 on = batch.supervised[index]
                 draft = network.to_target(network.logits(state[on]).argmax(-1))  # [m]
                 hits[index][on] = draft == greedy[batch.teacher_rows[index][on]]
-            counts, slots = joint_hits(hits, batch.supervised)
+            counts, slots = joint_hits(hits, supervised)
             joint, complete = [a + b for a, b in zip(joint, counts.tolist(), strict=True)], complete + slots
             first = batch.supervised[0]
             labels = greedy[batch.teacher_rows[0][first]]  # [m]

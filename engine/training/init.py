@@ -12,6 +12,8 @@ from torch import nn
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.training.data import ConversationSource
+from slipstream.engine.training.least_squares import warm_start
 
 METHODS = ("target", "random")
 
@@ -61,14 +63,26 @@ class TargetWeights:
 
 
 @torch.no_grad()
-def init_network(network: Eagle3Network, target: TargetWeights, vocab: DraftVocab, method: str, seed: int) -> None:
+def init_network(
+    network: Eagle3Network,
+    target: TargetWeights,
+    vocab: DraftVocab,
+    method: str,
+    seed: int,
+    source: ConversationSource | None = None,
+) -> float | None:
     """Fill every parameter. The embedding is the target's, and frozen, whatever the method.
 
     Args:
         method: "random": linear layers as torch draws them, norms 1. "target": the head's rows of the draft
-            vocabulary, the final norm and the last decoder layer come from the target, and `fc` passes its last slot
-            on, so that the draft starts as the target's own last layer reading the last feature.
+            vocabulary, the final norm and what fits of the last decoder layer come from the target; then `fc` and the
+            attention are solved for on `source` (`least_squares.warm_start`).
         seed: of the drawn weights.
+        source: training conversations. Without them "target" lets `fc` pass its last slot on, so that the draft starts
+            as the target's own last layer reading the last feature, which is a worse start.
+
+    Returns:
+        The share of the next teacher state's variance that the warm start explains, None where there was none.
 
     Raises SlipstreamError when the embedding's shape is not the draft's, or the method is not known.
     """
@@ -92,7 +106,7 @@ def init_network(network: Eagle3Network, target: TargetWeights, vocab: DraftVoca
             bound = parameter.shape[-1] ** -0.5  # torch's own rule for linear layers
             parameter.copy_(torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator))
     if method == "random":
-        return
+        return None
     network.lm_head.weight.copy_(target.head[vocab.target_ids])
     network.norm.weight.copy_(target.final_norm)
     width = config.target_hidden_size
@@ -100,6 +114,7 @@ def init_network(network: Eagle3Network, target: TargetWeights, vocab: DraftVoca
         network.fc.weight.mul_(_FC_NOISE)
         network.fc.weight[:, -width:] += torch.eye(width, dtype=dtype, device=network.fc.weight.device)
     _copy_last_layer(network, target.last_layer)
+    return warm_start(network, source) if source is not None else None
 
 
 # Share of torch's own scale kept on `fc` and on the embedding's half of q, k, v under "target" init.

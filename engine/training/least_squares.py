@@ -40,15 +40,9 @@ def warm_start(network: Eagle3Network, source: ConversationSource) -> float:
     Returns:
         Share of the variance of u_{t+1} that the linear step explains (0..1).
 
-    Raises SlipstreamError when the draft's width is not the target's, or no answer is long enough.
+    Raises SlipstreamError when no answer is long enough. The draft's width must be the target's, as its embedding is.
     """
     config, layer = network.config, network.midlayer
-    if config.target_hidden_size != config.hidden_size:
-        raise SlipstreamError(
-            f"the draft is {config.hidden_size} wide, the target {config.target_hidden_size}",
-            expected="equal widths for draft.init = target",
-            do="set draft.init to random",
-        )
     features, embeddings, now, following = _gather(network, source)
     layer.hidden_norm.weight.fill_(1.0)
     layer.input_layernorm.weight.fill_(1.0)

@@ -21,6 +21,7 @@ class MetricsLog:
     def __init__(self, directory: Path, resume_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # imported here: it takes seconds, and serving never needs it
 
+        directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / METRICS_NAME
         kept = [row for row in read_metrics(directory) if row["step"] <= resume_step]
         partial = self.path.with_suffix(".partial")

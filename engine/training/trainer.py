@@ -1,6 +1,7 @@
 """The training run of a draft."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,36 +101,34 @@ class Trainer:
 
         A checkpoint is written at least every `checkpoint_every_seconds`, and at the end either way.
         """
-        started = saved = time.monotonic() - self.seconds
-        evaluation = None
-        stopped = False
+        started = time.monotonic() - self.seconds
+        saved, stopped = time.monotonic(), False
         with MetricsLog(self.out, self.step) as log:
-            while self.step < len(self.plan) and self._fraction() < 1 and not stopped:
+            while self._fraction() < 1 and not stopped:
                 figures = self._train_step()
                 self.seconds = time.monotonic() - started
-                evaluation = self._evaluate_if_due(figures)
+                self._evaluate_if_due(figures)
                 self.seconds = time.monotonic() - started
-                figures["seconds"] = self.seconds
-                log.write(self.step, figures)
+                log.write(self.step, {**figures, "seconds": self.seconds})
                 if self.progress:
                     self.progress(min(self._fraction(), 1.0), 1.0, step=self.step, loss=self.loss, **_brief(figures))
                 stopped = should_stop()
                 if time.monotonic() - saved > self.settings.checkpoint_every_seconds:
                     self._save()
                     saved = time.monotonic()
-            finished = not stopped or self.step >= len(self.plan)
-            if finished and self.evaluator and evaluation is None:
+            self._save()
+            evaluation = None
+            if self._fraction() >= 1 and self.evaluator:
                 evaluation = self.evaluator.run(self.network)
                 log.write(self.step, {"heldout_joint_acceptance": evaluation.joint_acceptance})
-        self._save()
         return TrainingResult(
-            finished=finished,
+            finished=self._fraction() >= 1,
             steps=self.step,
             seconds=self.seconds,
             supervised_slots=self.supervised,
             skipped_conversations=len(self.source.lengths) - len(self.indices),
             loss=self.loss,
-            evaluation=evaluation if finished else None,
+            evaluation=evaluation,
         )
 
     def _train_step(self) -> dict[str, Any]:
@@ -142,16 +141,16 @@ class Trainer:
         result = ttt_loss(
             self.network, batch, self.teacher, settings.num_steps, settings.step_loss_decay, with_hits=with_hits
         )
+        self.loss = float(result.total.detach())
+        if not math.isfinite(self.loss):
+            raise SlipstreamError(
+                f"the loss is {self.loss} at step {self.step + 1}",
+                expected="a finite loss",
+                do="lower training.learning_rate and delete the stage's partial directory",
+            )
         result.total.backward()
         norm = self.optimizer.step(rate)
         self.step += 1
-        self.loss = float(result.total.detach())
-        if not self.loss == self.loss:
-            raise SlipstreamError(
-                f"the loss is not a number at step {self.step}",
-                expected="a finite loss",
-                do="lower training.learning_rate; the checkpoint before is kept",
-            )
         return _figures(result, self.loss, norm, rate)
 
     def _fraction(self, ahead: float = 0.0) -> float:
@@ -160,15 +159,13 @@ class Trainer:
         limit = self.settings.max_seconds
         return by_steps if limit is None else max(by_steps, self.seconds / limit)
 
-    def _evaluate_if_due(self, figures: dict[str, Any]) -> Evaluation | None:
-        """Evaluate when the run passes the next of its evenly spread marks; the last mark is left to the end."""
-        if not self.evaluator or self.evaluated + 1 >= self.evaluations:
-            return None
-        if self._fraction() < (self.evaluated + 1) / self.evaluations or self._fraction() >= 1:
-            return None
-        self.evaluated += 1
-        figures["heldout_joint_acceptance"] = self.evaluator.run(self.network).joint_acceptance
-        return None
+    def _evaluate_if_due(self, figures: dict[str, Any]) -> None:
+        """Evaluate where the run passes the next of its evenly spread marks; the last mark is left to the end."""
+        due = (self.evaluated + 1) / self.evaluations
+        if self.evaluator and due <= self._fraction() < 1:
+            self.evaluated += 1
+            evaluation = self.evaluator.run(self.network, self.settings.num_steps)
+            figures["heldout_joint_acceptance"] = evaluation.joint_acceptance
 
     def _check_features(self) -> None:
         width = self.source[self.indices[0]].features.shape[-1]

@@ -1,4 +1,4 @@
-"""The trainer equals the independent reference: logits of every step, loss, all gradients, mask, hits."""
+"""The trainer equals the independent reference: logits of each step, loss, gradients of all parameters, mask, hits."""
 
 import pytest
 import torch
