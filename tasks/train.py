@@ -97,7 +97,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
 
     settings = TrainingSettings(**config.training.model_dump())
     network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype)
-    init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed)
+    init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed, inputs.source("train"))
     evaluator = Evaluator(inputs.source("holdout"), inputs.teacher, EVALUATED_STEPS, config.training.batch_tokens)
     trainer = Trainer(
         network,
