@@ -33,7 +33,8 @@ from slipstream.tasks.server import RunningServer, plan_server, running_server
 from slipstream.tasks.stage import StageContext
 
 PARITY = "parity.json"
-VALIDATION_CONVERSATIONS = 32
+VALIDATION_CONVERSATIONS = 12
+MAX_NEW_TOKENS = 96
 
 
 def fetch_traces(
@@ -128,12 +129,15 @@ def parity_prompts(context: StageContext, model_dir: Path) -> list[ParityPrompt]
     records = read_conversations(context.input("regenerate") / CONVERSATIONS)
     held_out = [r for r in records if r.split == "holdout"][:VALIDATION_CONVERSATIONS]
     prompts = [
-        ParityPrompt(r.id, "validation", r.token_ids[: r.prompt_tokens], config.data.max_new_tokens) for r in held_out
+        ParityPrompt(
+            r.id, "validation", r.token_ids[: r.prompt_tokens], min(config.data.max_new_tokens, MAX_NEW_TOKENS)
+        )
+        for r in held_out
     ]
     chat = ChatTokenizer(model_dir)
     for prompt in benchmark_prompts(config):
         ids = chat.encode_chat(list(prompt.messages), add_generation_prompt=True)
-        prompts.append(ParityPrompt(prompt.id, "benchmark", ids, config.benchmark.max_new_tokens))
+        prompts.append(ParityPrompt(prompt.id, "benchmark", ids, min(config.benchmark.max_new_tokens, MAX_NEW_TOKENS)))
     return prompts
 
 
