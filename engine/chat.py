@@ -5,7 +5,6 @@ probe chats. The loss mask is then found by scanning token ids for these marks: 
 time, so the mask cannot drift from the tokens that the target produced.
 """
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.model_config import eos_token_ids
 
 Message = Mapping[str, Any]
 
@@ -78,14 +78,10 @@ class ChatTokenizer:
 
         Only where neither names one, the tokenizer's own.
         """
-        ids: list[int] = []
-        for name in ("config.json", "generation_config.json"):
-            path = self.directory / name
-            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-            ids += found if isinstance(found, list) else [] if found is None else [found]
+        ids = eos_token_ids(self.directory)
         if not ids and self.tokenizer.eos_token_id is not None:
-            ids.append(int(self.tokenizer.eos_token_id))
-        return tuple(dict.fromkeys(ids))
+            return (int(self.tokenizer.eos_token_id),)
+        return ids
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

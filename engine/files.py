@@ -1,8 +1,12 @@
-"""Files that survive a kill: hashes, and writes that readers see whole or not at all."""
+"""Files that survive a kill: hashes, writes that readers see whole or not at all, readers that name what is damaged."""
 
 import hashlib
+import json
 import os
 from pathlib import Path
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
 
 
 def sha256_file(path: Path) -> str:
@@ -25,3 +29,22 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_json(path: Path, *, expected: str, do: str) -> Any:
+    """Reads JSON. Raises FileNotFoundError when there is no file, and SlipstreamError when it is not JSON.
+
+    Args: expected, do: for the error.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SlipstreamError(f"{path} is not readable as JSON: {error}", expected=expected, do=do) from error
+
+
+def drop_torn_line(path: Path) -> None:
+    """Takes the last line off a file of lines if a kill cut it short."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)

@@ -13,6 +13,7 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
+from slipstream.engine.model_config import read_model_json
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -51,8 +52,7 @@ class TargetIdentity:
                 expected="a Hugging Face model directory",
                 do="let the resolve stage make it again, or set target.source to a model directory",
             )
-        options_file = directory / "tokenizer_config.json"
-        options = json.loads(options_file.read_text()) if options_file.is_file() else {}
+        options = read_model_json(directory / "tokenizer_config.json")
         template = options.pop("chat_template", "")
         template_file = directory / "chat_template.jinja"
         if template_file.is_file():

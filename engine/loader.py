@@ -1,6 +1,5 @@
 """Loads a target from safetensors: every tensor consumed, every parameter loaded, or an error that lists the rest."""
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers import MergedLinear
-from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.model_config import ModelConfig, read_model_json
 from slipstream.engine.models.llama import LlamaModel
 
 _MODELS = {"LlamaForCausalLM": LlamaModel}
@@ -76,7 +75,7 @@ def tensor_files(directory: Path) -> dict[str, list[str]]:
     paths = [directory / "model.safetensors"]
     if index.is_file():
         listed = {}
-        for name, file in json.loads(index.read_text())["weight_map"].items():
+        for name, file in read_model_json(index)["weight_map"].items():
             listed.setdefault(str(directory / file), []).append(name)
         paths = [Path(path) for path in sorted(listed)]
     files: dict[str, list[str]] = {}

@@ -1,12 +1,12 @@
 """What a target is: the values of its config.json that change its parameters or its outputs."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import read_json
 
 # Values that the layers assume. A checkpoint that says otherwise is refused, never run with the key ignored.
 _ASSUMED: Mapping[str, tuple[Any, ...]] = {
@@ -53,7 +53,13 @@ class ModelConfig:
     def from_dir(cls, directory: str | Path) -> "ModelConfig":
         """Reads a Hugging Face directory. Raises SlipstreamError for a missing or unsupported value."""
         directory = Path(directory)
-        raw = _read_json(directory / "config.json", required=True)
+        if not (directory / "config.json").is_file():
+            raise SlipstreamError(
+                f"{directory / 'config.json'} does not exist",
+                expected="a Hugging Face model directory",
+                do="set target.source to a model directory",
+            )
+        raw = read_model_json(directory / "config.json")
         architectures = raw.get("architectures") or ["(none)"]
         for key in _NEEDED:
             if raw.get(key) is None:
@@ -70,7 +76,6 @@ class ModelConfig:
         # transformers 5 writes theta and scaling into one `rope_parameters`; older files have two keys.
         rope = raw.get("rope_parameters") or raw.get("rope_scaling")
         theta = raw.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0
-        generation = _read_json(directory / "generation_config.json", required=False)
         return cls(
             architecture=architectures[0],
             vocab_size=raw["vocab_size"],
@@ -86,29 +91,22 @@ class ModelConfig:
             max_position=raw.get("max_position_embeddings") or 2048,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             bos_token_id=raw.get("bos_token_id"),
-            eos_token_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
+            eos_token_ids=eos_token_ids(directory),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
         )
 
 
-def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
+    """A JSON file of a model directory; {} where there is none. Raises SlipstreamError for one that is not JSON."""
     if not path.is_file():
-        if not required:
-            return {}
-        raise SlipstreamError(
-            f"{path} does not exist",
-            expected="a Hugging Face model directory",
-            do="set target.source to a model directory",
-        )
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise SlipstreamError(f"{path} is not JSON: {error}", do="copy the model directory again") from error
+        return {}
+    return read_json(path, expected="a file of a Hugging Face model directory", do="copy the model directory again")
 
 
-def _ids(*values: Any) -> tuple[int, ...]:
-    """Flattens ids given as a number, a list or nothing, first mention first."""
+def eos_token_ids(directory: Path) -> tuple[int, ...]:
+    """Every id that ends an answer, by config.json and generation_config.json, first mention first; often one."""
     ids: list[int] = []
-    for value in values:
+    for name in ("config.json", "generation_config.json"):
+        value = read_model_json(directory / name).get("eos_token_id")
         ids += value if isinstance(value, list) else [] if value is None else [value]
     return tuple(dict.fromkeys(ids))

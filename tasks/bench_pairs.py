@@ -5,13 +5,13 @@ servers' counters around it, so that a benchmark that is killed goes on where it
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.engine.files import drop_torn_line
 from slipstream.tasks.bench_client import Answer, Chunk, Prompt, ask_all
 from slipstream.tasks.counters import Counters, read_counters
 
@@ -109,11 +109,8 @@ def resume_pairs(file: Path) -> Iterator[Pair]:
     """The pairs that a file holds. A last line that a kill cut short is taken off."""
     if not file.exists():
         return
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(file, len(whole))
-    for line in whole.decode().splitlines():
+    drop_torn_line(file)
+    for line in file.read_text(encoding="utf-8").splitlines():
         yield _from_json(json.loads(line))
 
 

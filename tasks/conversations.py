@@ -1,7 +1,6 @@
 """Conversations on disk: one JSON object a line, appended as they are finished, readable after a kill."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, TextIO
 import torch
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import drop_torn_line
 from slipstream.tasks.prompts import Split
 
 
@@ -63,10 +63,7 @@ def resume_conversations(path: Path) -> dict[str, ConversationRecord]:
     """What an interrupted run finished, by id. A last line that was torn by the kill is cut off the file."""
     if not path.exists():
         return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        os.truncate(path, len(whole))
+    drop_torn_line(path)
     return {record.id: record for record in read_conversations(path)}
 
 

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import read_json as read_json_file
 from slipstream.engine.files import sha256_file, write_atomic
 
 MANIFEST = "manifest.json"
@@ -50,15 +50,9 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads JSON; a file that is not JSON is an error that names it. Raises FileNotFoundError when there is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SlipstreamError(
-            f"{path} is not readable as JSON: {error}",
-            expected="a file written by Slipstream",
-            do=f"delete the folder {path.parent} and run again: its stage is repeated",
-        ) from error
+    """Reads JSON of a stage's directory, as `engine.files.read_json`: what is damaged there is made anew."""
+    do = f"delete the folder {path.parent} and run again: its stage is repeated"
+    return read_json_file(path, expected="a file written by Slipstream", do=do)
 
 
 def index_files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ The state file is written by the process itself before it turns into its command
 which it runs unrecorded, even if we are killed in between.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -21,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import read_json
 from slipstream.tasks.lock import boot_id, process_start_time
-from slipstream.tasks.manifest import read_json, write_json
+from slipstream.tasks.manifest import write_json
 
 POLL_SECONDS = 0.05
 START_SECONDS = 60.0  # for the interpreter to come up and write the state file, on a very busy machine
@@ -177,7 +179,9 @@ def read_record(state_file: Path) -> ProcessRecord | None:
     """The record in a state file; None when there is no file. Raises SlipstreamError on a file that is not one."""
     if not state_file.is_file():
         return None
-    value = read_json(state_file)
+    expected = "keys identity, command, log, started, notes"
+    do = f"look whether the process that it should name still runs, then delete {state_file}"
+    value = read_json(state_file, expected=expected, do=do)
     try:
         return ProcessRecord(
             identity=ProcessIdentity(**value["identity"]),
@@ -189,8 +193,8 @@ def read_record(state_file: Path) -> ProcessRecord | None:
     except (KeyError, TypeError) as error:
         raise SlipstreamError(
             f"{state_file} is not the state file of a process: {error!r}",
-            expected="keys identity, command, log, started, notes",
-            do=f"look whether the process that it should name still runs, then delete {state_file}",
+            expected=expected,
+            do=do,
         ) from error
 
 
@@ -327,7 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         command=tuple(command),
         log=log,
         started=time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        notes=read_json(notes) if notes.is_file() else {},
+        notes=json.loads(notes.read_text()) if notes.is_file() else {},
     )
     write_json(Path(state_file), asdict(record))
     try:

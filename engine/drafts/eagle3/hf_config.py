@@ -14,7 +14,7 @@ from slipstream.engine.capture import CapturePlan, default_slots, slot_id, slot_
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.files import write_atomic
+from slipstream.engine.files import read_json, write_atomic
 from slipstream.engine.handover import TargetIdentity, identity_differences, refuse, slot_differences
 
 CONFIG = "config.json"
@@ -234,8 +234,6 @@ def _check_ids(
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        return read_json(path, expected="a draft directory", do=_AGAIN)
     except FileNotFoundError:
         raise SlipstreamError(f"{path} does not exist", expected="a draft directory", do=_AGAIN) from None
-    except ValueError as error:
-        raise SlipstreamError(f"{path} is not JSON: {error}", expected="a draft directory", do=_AGAIN) from error
