@@ -165,7 +165,7 @@ class Training(Section):
     grad_clip_norm: PositiveFloat = Field(
         default=0.5, description="Largest gradient norm; a larger one is scaled down to it."
     )
-    batch_tokens: PositiveInt = Field(default=2048, description="Tokens of one optimiser step, padding excluded.")
+    batch_tokens: PositiveInt = Field(default=2048, description="Most tokens of one optimiser step, padding included.")
     step_loss_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=0.8, description="Weight of draft step k in the loss is this to the power k - 1."
     )

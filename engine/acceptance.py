@@ -8,10 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from slipstream.engine.speed_forecast import RoundCosts as RoundCosts
-from slipstream.engine.speed_forecast import break_even as break_even
-from slipstream.engine.speed_forecast import expected_speed as expected_speed
-
 
 def usable_steps(num_steps: int, tokens_left: int) -> int:
     """Drafts that a round may still propose when the request may take `tokens_left` more tokens.

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from slipstream.engine.errors import SlipstreamError
 
+MAX_NUM_STEPS = 8  # longer chains are not served
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -32,9 +34,11 @@ class EngineConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.num_steps <= 8:
+        if not 0 <= self.num_steps <= MAX_NUM_STEPS:
             raise SlipstreamError(
-                f"num_steps = {self.num_steps}", expected="0..8", do="set speculation.num_steps in that range"
+                f"num_steps = {self.num_steps}",
+                expected=f"0..{MAX_NUM_STEPS}",
+                do="set speculation.num_steps in that range",
             )
         for name in ("max_running_requests", "block_size_tokens", "prefill_chunk_tokens"):
             if getattr(self, name) < 1:

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
+from slipstream.engine.config import MAX_NUM_STEPS
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
-
-MAX_NUM_STEPS = 8  # chains longer than this are not served
 
 
 def _widths(facts: Facts) -> Iterator[Finding]:

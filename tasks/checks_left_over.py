@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slipstream.engine.capture import default_slots, slot_name
+from slipstream.engine.capture import default_slots, slot_id, slot_name
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Reading, family_of, reading
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity, identity_differences, slot_differences
@@ -107,7 +107,7 @@ def _shift(found: Sequence[int], expected: Sequence[int]) -> int:
 
 
 def _numbers(names: Sequence[str]) -> list[int]:
-    return [int(name.removeprefix(slot_name(0)[:-1])) for name in names]
+    return [slot_id(name) for name in names]
 
 
 def _stale_store(facts: Facts) -> Iterator[Finding]:

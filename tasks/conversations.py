@@ -12,6 +12,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import drop_torn_line
 from slipstream.tasks.prompts import Split
 
+CONVERSATIONS = "conversations.jsonl"  # in the directory of stage regenerate
+
 
 @dataclass(frozen=True)
 class ConversationRecord:

@@ -20,8 +20,7 @@ from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.training.checkpoint import load_network
 from slipstream.engine.training.init import TargetWeights
-from slipstream.tasks.conversations import read_conversations
-from slipstream.tasks.extract import CONVERSATIONS
+from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
 

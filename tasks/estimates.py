@@ -71,11 +71,10 @@ def count_tokens(facts: Facts) -> Tokens | None:
 
 def costs(facts: Facts) -> dict[str, Cost]:
     """Stage -> cost of running it, whether it is needed or not; without the target's shapes only measured ones."""
-    rough = _rough(facts)
+    rough, earlier = _rough(facts), _earlier_seconds(facts.workdir)
     result = {}
-    for stage in sorted({*rough, *_earlier_seconds(facts.workdir)}):
-        guess = rough.get(stage, Cost(None, 0, 0))
-        seconds = _earlier_seconds(facts.workdir).get(stage)
+    for stage in sorted({*rough, *earlier}):
+        guess, seconds = rough.get(stage, Cost(None, 0, 0)), earlier.get(stage)
         result[stage] = guess if seconds is None else Cost(seconds, guess.disk_bytes, guess.memory_bytes, measured=True)
     return result
 

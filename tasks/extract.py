@@ -20,7 +20,7 @@ from slipstream.engine.models import TargetModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.store_manifest import StoreSpec
 from slipstream.engine.teacher_check import check_teacher
-from slipstream.tasks.conversations import ConversationRecord, read_conversations
+from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
 STORE = "store"
-CONVERSATIONS = "conversations.jsonl"
 CHECKED_CONVERSATIONS = 4
 
 

@@ -14,7 +14,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.loader import load_target
 from slipstream.tasks.coloured_sample import coloured_sample
-from slipstream.tasks.conversations import ConversationRecord, append, resume_conversations
+from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, append, resume_conversations
 from slipstream.tasks.dialogues import Answers, start_dialogues
 from slipstream.tasks.manifest import write_atomic
 from slipstream.tasks.prompts import load_prompts
@@ -24,7 +24,6 @@ from slipstream.tasks.stage import StageContext
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
-CONVERSATIONS = "conversations.jsonl"
 UNSORTED = "unsorted.jsonl"
 MANY_TRUNCATED = 0.5  # share of cut-off answers from which on the person watching is warned
 

@@ -25,7 +25,6 @@ from slipstream.tasks.report_text import MARKS, markdown, table_rows, verdict
 from slipstream.tasks.stage import StageContext
 
 PAGE = "report.html"
-STAGES = ("resolve", "regenerate", "extract", "train", "convert", "parity", "tune", "launch", "benchmark")
 FIGURE_CHARS = 300
 
 
@@ -56,7 +55,7 @@ def render(
     context: StageContext, bench: Mapping[str, Any], told: str, rows: list[Any], gates: list[dict[str, str]]
 ) -> str:
     """The page. Everything is inside: no link leads out of it."""
-    manifests = [context.manifest(name) for name in STAGES]
+    manifests = [context.manifest(name) for name in STAGE.needs]
     train = context.manifest("train")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string((files("slipstream.tasks") / "report.html.j2").read_text(encoding="utf-8"))

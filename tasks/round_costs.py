@@ -1,13 +1,11 @@
 """What a round costs and which of its terms loses: measured milliseconds in, words out."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
 
-from slipstream.engine.acceptance import RoundCosts
-from slipstream.engine.speed_forecast import SpeedOption, needed_conditional
+from slipstream.engine.speed_forecast import RoundCosts, SpeedOption, needed_conditional
 from slipstream.tasks.statistics import fitted_line
 
 Term = Literal["draft", "verify", "rest", "acceptance"]
@@ -130,8 +128,3 @@ def option_from(data: Mapping[str, Any]) -> SpeedOption:
     """Inverse of `option_dict`."""
     names = ("num_steps", "accept_length", "draft_ms", "verify_ms", "rest_ms", "plain_step_ms")
     return SpeedOption(**{name: data[name] for name in names})
-
-
-def finite(value: float) -> float | None:
-    """A number for JSON, null where there is none."""
-    return value if math.isfinite(value) else None

@@ -19,6 +19,7 @@ from slipstream.engine.acceptance import AcceptanceCounts, ConversationRuns, run
 from slipstream.engine.alignment import slot_mask
 from slipstream.engine.capture import CapturePlan, slot_id
 from slipstream.engine.chat import ChatTokenizer, mask_runs
+from slipstream.engine.config import MAX_NUM_STEPS
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab, count_tokens, select_draft_vocab
@@ -38,19 +39,19 @@ from slipstream.engine.training.store_source import StoreSource
 from slipstream.engine.training.teacher import Teacher
 from slipstream.engine.training.trainer import Trainer
 from slipstream.tasks.coloured_sample import coloured_sample
-from slipstream.tasks.conversations import ConversationRecord, read_conversations
+from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
 from slipstream.tasks.derived import draft_config
-from slipstream.tasks.extract import CONVERSATIONS, STORE, capture_plan, read_sample
+from slipstream.tasks.extract import STORE, capture_plan, read_sample
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.registry import get_stage
+from slipstream.tasks.replayed import EVALUATION
 from slipstream.tasks.stage import StageContext
 from slipstream.tasks.training_plots import plot_replayed
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
-EVALUATION = "evaluation.json"
-EVALUATED_STEPS = 8  # the largest K that the engine serves
+EVALUATED_STEPS = MAX_NUM_STEPS  # any K that the engine serves can be replayed
 
 
 @dataclass(frozen=True)

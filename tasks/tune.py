@@ -5,6 +5,7 @@ held-out conversations predict, and chooses the K with the highest expected spee
 speculation off, with what would be needed to turn it on.
 """
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def _measured(context: StageContext) -> dict[str, Any]:
         max_new_tokens=PROBE_TOKENS,
         repeats=PROBE_REPEATS,
         threads=config.host.threads,
-        progress=lambda done, total: context.progress(done, total),
+        progress=context.progress,
     )
     forecast = expected_speed(costs_of(times), {k: replayed[k].accept_length for k in ks if k})
     return choose(forecast, times)
@@ -104,11 +105,7 @@ def choose(forecast: SpeedForecast, times: list[RoundTime]) -> dict[str, Any]:
         "candidate": candidate.num_steps if candidate else None,
         "expected_speedup": best.speedup,
         "options": [option_dict(option) for option in forecast.options],
-        "probes": [
-            {"draft_ms": t.draft_ms, "verify_ms": t.verify_ms, "rest_ms": t.rest_ms, "num_steps": t.num_steps}
-            | {"rounds": t.rounds}
-            for t in times
-        ],
+        "probes": [asdict(time) for time in times],
     }
 
 

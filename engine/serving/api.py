@@ -329,7 +329,7 @@ async def _disconnected(http: Request) -> None:
 
 
 async def _trace(front: Front, http: Request) -> Response:
-    """Runs a request with everything recorded; the answer is a safetensors file (see engine_process.pack_trace)."""
+    """Runs a request with everything recorded; the answer is a safetensors file (see trace_file.pack_trace)."""
     body = await _json(http)
     endpoint: Endpoint = "chat" if isinstance(body, dict) and "messages" in body else "completion"
     job = _admit(front, endpoint, body, time.perf_counter())

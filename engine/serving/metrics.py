@@ -49,7 +49,7 @@ class Metrics:
         self.registry.register(self._engine)
 
     def text(self, stats: dict[str, Any]) -> bytes:
-        """The page for Prometheus. stats: the engine's counters (engine_process.stats); {} while it loads."""
+        """The page for Prometheus. stats: the engine's counters (engine_build.engine_stats); {} while it loads."""
         return self._engine.render(self.registry, stats)
 
 

@@ -63,7 +63,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Ready:
-    """Loaded and warm. settings: effective values, as JSON (see engine_process.effective_settings)."""
+    """Loaded and warm. settings: effective values, as JSON (see engine_build.effective_settings)."""
 
     settings: dict[str, Any]
 
@@ -107,7 +107,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters since start, as JSON (see engine_process.stats)."""
+    """Counters since start, as JSON (see engine_build.engine_stats)."""
 
     ticket: int
     values: dict[str, Any] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """F13: a chain too long, or a round too dear, for the measured acceptance. Caught where K is chosen, before launch."""
 
-from slipstream.engine.acceptance import expected_speed
+from slipstream.engine.speed_forecast import expected_speed
 from slipstream.tasks import tune
 from slipstream.tasks.round_costs import RoundTime, costs_of, losing_term
 

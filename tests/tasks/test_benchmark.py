@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slipstream.configs.schema import Deployment
-from slipstream.engine.acceptance import AcceptanceCounts, RoundCosts
+from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.speed_forecast import SpeedOption, expected_speed
+from slipstream.engine.speed_forecast import RoundCosts, SpeedOption, expected_speed
 from slipstream.tasks import bench_pairs, replayed, tune
 from slipstream.tasks.bench_client import Prompt, ask_all
 from slipstream.tasks.bench_figures import figures

@@ -32,9 +32,9 @@ _DEEPSEEK_NAMES = ("deepseek", "kimi")
 KNOWN_VERSIONS = {Engine.VLLM: "0.24.0", Engine.SGLANG: "0.5.14"}
 
 
-def family_of(model_type: str) -> Family:
-    """The family of a target by its config's `model_type`."""
-    return Family.DEEPSEEK if model_type.lower().startswith(_DEEPSEEK_NAMES) else Family.LLAMA
+def family_of(name: str) -> Family:
+    """The family of a target by the name of its architecture (or its `model_type`)."""
+    return Family.DEEPSEEK if name.lower().startswith(_DEEPSEEK_NAMES) else Family.LLAMA
 
 
 @dataclass(frozen=True)
