@@ -35,7 +35,7 @@ MAX_DIFFERENCE = 0.005
 
 @dataclass
 class Measured:
-    """findings: ours against transformers. self_differ: positions where transformers differs from itself, ties aside."""
+    """findings: ours against transformers. self_differ: positions where transformers differs from itself, no ties."""
 
     findings: LogitFindings = field(default_factory=LogitFindings)
     self_differ: int = 0
