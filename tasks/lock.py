@@ -11,26 +11,9 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.manifest import command_line, write_json
+from slipstream.tasks.proc_stat import boot_id, process_start_time
 
 LOCK = ".lock"
-
-
-def process_start_time(pid: int) -> int | None:
-    """Clock ticks since boot at which `pid` started (field 22 of /proc/PID/stat); None when it is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
-    return None if state in ("Z", "X") else int(fields[18])
-
-
-def boot_id() -> str:
-    """Tells one boot of the machine from the next: a pid and start time mean nothing across boots."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 @contextmanager

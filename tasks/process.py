@@ -23,8 +23,8 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
-from slipstream.tasks.lock import boot_id, process_start_time
 from slipstream.tasks.manifest import write_json
+from slipstream.tasks.proc_stat import Member, boot_id, process_start_time, read_stat
 
 POLL_SECONDS = 0.05
 START_SECONDS = 60.0  # for the interpreter to come up and write the state file, on a very busy machine
@@ -51,7 +51,7 @@ class ProcessIdentity:
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity | None":
         """The identity of a running process; None when there is none."""
-        entry = _read_stat(pid)
+        entry = read_stat(pid)
         return None if entry is None else cls(pid, entry.pgid, entry.start_time, boot_id())
 
 
@@ -64,16 +64,6 @@ class ProcessRecord:
     log: str
     started: str
     notes: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A process of a group, as /proc shows it."""
-
-    pid: int
-    pgid: int
-    session: int
-    start_time: int
 
 
 @dataclass(frozen=True)
@@ -217,7 +207,7 @@ def group_members(identity: ProcessIdentity) -> list[Member]:
     """
     if identity.boot_id != boot_id():
         return []
-    leader = _read_stat(identity.pid)
+    leader = read_stat(identity.pid)
     if leader is not None and leader.start_time != identity.start_time:
         return []
     return [
@@ -301,20 +291,8 @@ def _send(member: Member, signal_number: int) -> None:
         os.close(descriptor)
 
 
-def _read_stat(pid: int) -> Member | None:
-    """A living process from /proc/PID/stat; None for one that is gone or a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
-    if state in ("Z", "X"):
-        return None
-    return Member(pid, pgid=int(fields[1]), session=int(fields[2]), start_time=int(fields[18]))
-
-
 def _all_processes() -> list[Member]:
-    found = (_read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+    found = (read_stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
     return [member for member in found if member is not None]
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import manifest as mf
-from slipstream.tasks.lock import LOCK, boot_id, process_start_time, workdir_lock
+from slipstream.tasks.lock import LOCK, workdir_lock
 from slipstream.tasks.os_errors import is_disk_full
+from slipstream.tasks.proc_stat import boot_id, process_start_time
 from slipstream.tasks.reporting import JsonLinesReporter
 from slipstream.tasks.stage import Stage, StageContext, fingerprint, pipeline_status, run_stage, stage_status
 

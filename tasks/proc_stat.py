@@ -1,0 +1,40 @@
+"""Processes as /proc shows them: who lives, since when, in which group, and in which boot of the machine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Member:
+    """A living process: its group, its session, and the clock ticks since boot at which it started."""
+
+    pid: int
+    pgid: int
+    session: int
+    start_time: int
+
+
+def read_stat(pid: int) -> Member | None:
+    """A living process from /proc/PID/stat; None for one that is gone or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
+    if state in ("Z", "X"):
+        return None
+    return Member(pid, pgid=int(fields[1]), session=int(fields[2]), start_time=int(fields[18]))
+
+
+def process_start_time(pid: int) -> int | None:
+    """Clock ticks since boot at which `pid` started; None when it is gone or a zombie."""
+    entry = read_stat(pid)
+    return None if entry is None else entry.start_time
+
+
+def boot_id() -> str:
+    """Tells one boot of the machine from the next: a pid and start time mean nothing across boots."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
