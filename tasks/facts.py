@@ -248,7 +248,7 @@ def _names(value: Any) -> tuple[str, ...] | None:
 
 
 def prompts_path(name: str) -> Path:
-    """The file of a prompts setting: `builtin...` is the set that ships with Slipstream."""
-    if name.startswith("builtin"):
+    """The file of a prompts setting: `builtin` is the set that ships with Slipstream, all else a path."""
+    if name == "builtin":
         return Path(str(files("slipstream.configs") / "prompts.jsonl"))
     return Path(name).expanduser()
