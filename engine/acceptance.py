@@ -92,6 +92,13 @@ class AcceptanceCounts:
         self.ended += other.ended
         self.clamped += other.clamped
 
+    def since(self, earlier: "AcceptanceCounts") -> "AcceptanceCounts":
+        """The rounds counted after `earlier`, an older look at these counts; ValueError when its K differs."""
+        if earlier.num_steps != self.num_steps:
+            raise ValueError(f"counts of K = {self.num_steps} were not counts of K = {earlier.num_steps} before")
+        histogram = [now - then for now, then in zip(self.histogram, earlier.histogram, strict=True)]
+        return AcceptanceCounts(self.num_steps, histogram, self.ended - earlier.ended, self.clamped - earlier.clamped)
+
     @property
     def rounds(self) -> int:
         return sum(self.histogram)

@@ -27,11 +27,7 @@ class Counters:
 
     def __sub__(self, earlier: "Counters") -> "Counters":
         """What happened since `earlier`, of the same server."""
-        rounds = {}
-        for k, counts in self.acceptance.items():
-            before = earlier.acceptance.get(k, AcceptanceCounts(k))
-            histogram = [now - then for now, then in zip(counts.histogram, before.histogram, strict=True)]
-            rounds[k] = AcceptanceCounts(k, histogram, counts.ended - before.ended, counts.clamped - before.clamped)
+        rounds = {k: counts.since(earlier.of(k)) for k, counts in self.acceptance.items()}
         seconds = {part: self.seconds[part] - earlier.seconds[part] for part in PARTS}
         return Counters(seconds, self.rounds - earlier.rounds, rounds)
 

@@ -16,19 +16,9 @@ from slipstream.tasks.checks import find, gather, refuse
 from slipstream.tasks.cleanup import clean
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.registry import get_stage
-from slipstream.tasks.server import (
-    RunningServer,
-    ServerPlan,
-    check_settings,
-    plan_server,
-    running_server,
-    start_server,
-    stop_server,
-)
+from slipstream.tasks.server import RunningServer, ServerPlan, check_settings, plan_server, start_server, stop_server
 from slipstream.tasks.stage import StageContext
 from slipstream.tasks.tune import chosen_num_steps
-
-__all__ = ["STAGE", "RunningServer", "ServerPlan", "plan_server", "running_server", "start_server", "stop_server"]
 
 SETTINGS = "settings.json"
 PARITY = "parity/parity.json"
@@ -82,7 +72,7 @@ def smoke_test(context: StageContext, server: RunningServer, plan: ServerPlan) -
     prompts = benchmark_prompts(context.config)[:SMOKE_PROMPTS]
     answers = ask_all(server.url, prompts, max_tokens=min(SMOKE_TOKENS, context.config.benchmark.max_new_tokens))
     check_settings(context.config, plan, server.effective())
-    served = rounds_since(before, server.acceptance())
+    served = server.acceptance().since(before)
     figures: dict[str, Any] = {
         "prompts": len(answers),
         "tokens": sum(answer.output_tokens for answer in answers),
@@ -103,14 +93,6 @@ def smoke_test(context: StageContext, server: RunningServer, plan: ServerPlan) -
         f"A_1 {first.rate:.3f} ({first.hits}/{first.rounds}), parity's {parity}"
     )
     return {**figures, "parity_first_step": None if expected is None else expected.rate}
-
-
-def rounds_since(before: AcceptanceCounts, after: AcceptanceCounts) -> AcceptanceCounts:
-    """The rounds counted between two looks at one server."""
-    histogram = [new - old for old, new in zip(before.histogram, after.histogram, strict=True)]
-    return AcceptanceCounts(
-        after.num_steps, histogram, ended=after.ended - before.ended, clamped=after.clamped - before.clamped
-    )
 
 
 def check_first_step(expected: JointAcceptance, served: JointAcceptance) -> None:

@@ -15,6 +15,7 @@ from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse, slot_differences
 from slipstream.tasks.cleanup import READY_SUFFIX, check_port, gpu_baseline, stop_recorded
+from slipstream.tasks.counters import read_counters, read_settings
 from slipstream.tasks.manifest import MANIFEST, read_json
 from slipstream.tasks.process import STATE_SUFFIX, Detached, ProcessIdentity, start_detached, tail
 
@@ -89,7 +90,7 @@ class RunningServer:
 
     def effective(self) -> dict[str, Any]:
         """Effective settings and counters as of now."""
-        return _get(f"{self.url}/slipstream/settings")
+        return read_settings(self.url)
 
     def stats(self) -> dict[str, Any]:
         """Counters as of now (see engine.serving.engine_build.engine_stats)."""
@@ -97,11 +98,7 @@ class RunningServer:
 
     def acceptance(self) -> AcceptanceCounts:
         """Rounds counted so far at this server's K."""
-        num_steps = int(self.settings["num_steps"])
-        for counts in self.stats()["acceptance"]:
-            if counts["num_steps"] == num_steps:
-                return AcceptanceCounts.from_dict(counts)
-        return AcceptanceCounts(num_steps)
+        return read_counters(self.url).of(int(self.settings["num_steps"]))
 
     def complete(self, prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
         """One greedy completion of token ids, as the server's JSON with token ids. Raises SlipstreamError."""
@@ -206,7 +203,7 @@ def start_server(
     )
     try:
         url = _wait_until_healthy(process, ready_file, deployment.server.startup_timeout_seconds, progress)
-        settings = _get(f"{url}/slipstream/settings")
+        settings = read_settings(url)
         check_identity(process, settings, url)
         check_settings(deployment, plan, settings)
     except BaseException:
@@ -309,14 +306,3 @@ def _ended(process: Detached, what: str) -> SlipstreamError:
         do=f"read {log}; the same command works by hand: {' '.join(process.record.command)}",
         fault=named.group(1) if named else "",
     )
-
-
-def _get(url: str) -> dict[str, Any]:
-    try:
-        answer = httpx.get(url, timeout=REQUEST_SECONDS, trust_env=False)
-        answer.raise_for_status()
-        return answer.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise SlipstreamError(
-            f"{url} does not answer: {error or type(error).__name__}", expected="a healthy server", do="read its log"
-        ) from error

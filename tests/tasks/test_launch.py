@@ -251,4 +251,4 @@ def test_the_first_steps_are_compared_with_their_chance():
 def test_rounds_between_two_looks():
     before = AcceptanceCounts(2, [1, 2, 3], ended=1, clamped=2)
     after = AcceptanceCounts(2, [5, 5, 5], ended=4, clamped=4)
-    assert launch.rounds_since(before, after) == AcceptanceCounts(2, [4, 3, 2], ended=3, clamped=2)
+    assert after.since(before) == AcceptanceCounts(2, [4, 3, 2], ended=3, clamped=2)
