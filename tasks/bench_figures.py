@@ -25,6 +25,7 @@ def figures(
         replayed: prediction of held-out data for this K, where there is one.
         same_prompts: the prediction is for these very prompts.
     """
+    measured = pairs  # answers of one output cannot be timed, but they can differ
     pairs = [pair for pair in pairs if pair.baseline.decode_tokens > 0 and pair.speculation.decode_tokens > 0]
     if not pairs:
         raise SlipstreamError(
@@ -40,7 +41,7 @@ def figures(
         [pair.speculation.decode_ms for pair in pairs],
         [pair.prompts for pair in pairs],
     )
-    differing = sorted({prompt for pair in pairs for prompt in pair.differing})
+    differing = sorted({prompt for pair in measured for prompt in pair.differing})
     result: dict[str, Any] = {
         "num_steps": num_steps,
         "baseline": base,
@@ -58,7 +59,8 @@ def figures(
         "replayed": replayed.to_dict() if replayed else None,
         "comparison": None,
         "differing_prompts": differing,
-        "prompts": len({a.prompt_id for pair in pairs for a in pair.baseline.answers}),
+        "prompts": len({a.prompt_id for pair in measured for a in pair.baseline.answers}),
+        "untimed_pairs": len(measured) - len(pairs),
         "losing_term": None,
     }
     if replayed and replayed.rounds and counts.rounds:

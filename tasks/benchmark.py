@@ -90,6 +90,8 @@ def run(context: StageContext) -> dict[str, Any]:
         "conditions": config.benchmark.model_dump(mode="json"),
     }
     write_json(context.out / FIGURES, result)
+    if result["untimed_pairs"]:
+        context.warn(f"{result['untimed_pairs']} of {len(pairs)} pairs end with their first output: not timed")
     ratio = result["speedup"]
     context.say(
         f"K = {compared}: {ratio['ratio']:.2f}x ({ratio['low']:.2f} to {ratio['high']:.2f}), {ratio['pairs']} pairs, "

@@ -184,6 +184,14 @@ def _pin(facts: Facts) -> Iterator[Finding]:
             "the SHA-256 of the wheel that is to be loaded",
             ("download the wheel, look at it, and write its digest as target.sha256",),
         )
+    if target.kind != "pypi" and target.sha256 is not None:
+        yield Finding(
+            "pin",
+            f"{facts.say('target.sha256')} beside {facts.say('target.source')}: nothing is compared with it",
+            "the digest of a wheel, for a pypi:// source alone",
+            ("leave target.sha256 out", "write target.sha256: null"),
+            severity="warning",
+        )
 
 
 def _largest_steps(facts: Facts) -> int:

@@ -260,6 +260,14 @@ def test_answers_of_one_token_cannot_be_timed():
         figures([dataclasses.replace(pair, **both)], 3, None)
 
 
+def test_an_answer_that_ends_at_once_on_one_side_is_not_timed_but_told():
+    pair = made.make_pair(0)
+    ended = dataclasses.replace(pair.speculation, answers=(made.make_answer("p0", [], 10.0),))
+    got = figures([dataclasses.replace(pair, speculation=ended), made.make_pair(1)], 3, None)
+    assert (got["untimed_pairs"], got["speedup"]["pairs"]) == (1, 1)
+    assert (got["differing_prompts"], got["prompts"]) == (["p0"], 2)
+
+
 def test_slower_speculation_names_the_losing_term():
     got = figures([made.make_pair(i, round_ms=42.0, draft_ms=27.0, verify_ms=11.0) for i in range(3)], 3, None)
     assert got["speedup"]["high"] < 1

@@ -93,6 +93,18 @@ def test_a_wheel_without_a_pin(tmp_path: Path, left_over: ModuleType) -> None:
     assert world.words("target.sha256=" + "a" * 64) == []
 
 
+def test_a_digest_that_nothing_is_compared_with_is_named(tmp_path: Path, left_over: ModuleType) -> None:
+    world = left_over.World(tmp_path)
+    (warning,) = world.plan("target.sha256=" + "a" * 64).findings
+    assert (warning.check, warning.severity) == ("pin", "warning")
+    assert "nothing is compared with it" in warning.found
+
+
+def test_only_the_very_word_means_the_prompts_that_ship(tmp_path: Path, left_over: ModuleType) -> None:
+    (error,) = left_over.World(tmp_path).plan("data.prompts=builtin-holdout").errors
+    assert "builtin-holdout does not exist" in error.found
+
+
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
 def test_a_local_target_that_is_not_whole(tmp_path: Path, left_over: ModuleType, missing: str) -> None:
     world = left_over.World(tmp_path)
