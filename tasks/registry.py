@@ -5,6 +5,7 @@ needed within a second, without torch. A stage's module (`slipstream.tasks.NAME`
 runs. Whoever changes what a stage writes raises its version here.
 """
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,11 @@ _HELD_OUT = ("data.prompts", "data.holdout_fraction", "data.seed")
 
 def _run(name: str) -> Callable[[StageContext], dict[str, Any]]:
     def run(context: StageContext) -> dict[str, Any]:
-        return import_module(f"slipstream.tasks.{name}").run(context)
+        module = import_module(f"slipstream.tasks.{name}")
+        torch, threads = sys.modules.get("torch"), context.config.host.threads
+        if torch is not None and threads is not None:  # a stage that computes has loaded torch by now
+            torch.set_num_threads(threads)
+        return module.run(context)
 
     return run
 

@@ -8,12 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from slipstream.configs.schema import Deployment
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import manifest as mf
+from slipstream.tasks import registry
 from slipstream.tasks.lock import LOCK, workdir_lock
 from slipstream.tasks.os_errors import is_disk_full
 from slipstream.tasks.proc_stat import boot_id, process_start_time
@@ -287,3 +291,15 @@ def test_damaged_manifest_is_an_error_that_names_the_folder(tmp_path: Path) -> N
     with pytest.raises(SlipstreamError, match="not readable as JSON") as error:
         run_stage(a, deployment(), tmp_path)
     assert str(tmp_path / "a") in str(error.value)
+
+
+def test_every_stage_computes_with_the_threads_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = SimpleNamespace(run=lambda context: {"threads": torch.get_num_threads()})
+    monkeypatch.setattr(registry, "import_module", lambda name: stage)
+    before = torch.get_num_threads()
+    try:
+        for threads in (3, 1):
+            context: Any = SimpleNamespace(config=Deployment.model_validate({"host": {"threads": threads}}))
+            assert registry.get_stage("train").run(context) == {"threads": threads}
+    finally:
+        torch.set_num_threads(before)
