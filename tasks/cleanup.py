@@ -125,6 +125,7 @@ def check_port(host: str, port: int, *, skip: Collection[str] = ()) -> None:
         f"port {port} of {host} is held by " + (", ".join(map(str, holders)) or "a process that is not visible to us"),
         expected="a free port; this pipeline did not start what holds it, and leaves it alone",
         do="stop it yourself if it is yours, or set server.port to another port (0: any free one)",
+        runbook="left-over-server.md",
         fault="F15",
     )
 
@@ -149,6 +150,7 @@ def _wait_for_gpus(record: ProcessRecord) -> None:
             + ", ".join(f"GPU {card.index} {card.used_bytes / 1e9:.1f} GB" for card in above),
             expected="the use from before the launch",
             do=f"the driver names processes {sorted(users) or 'none'} (pids of the host); none of ours is left",
+            runbook="left-over-server.md",
             fault="F15",
         )
 

@@ -47,6 +47,7 @@ class ParityError(SlipstreamError):
             expected="the served path to agree with what is independent of it",
             do="start with the first one: a wrong slot makes the draft's logits and the acceptance wrong, too; "
             "all figures are in parity.json of the stage's partial folder",
+            runbook="run-failed.md",
         )
         self.failures = list(failures)
 

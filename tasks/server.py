@@ -289,6 +289,7 @@ def check_identity(process: Detached, settings: dict[str, Any], url: str) -> Non
             f"process {settings.get('pid')} answers at {url}",
             expected=f"process {process.identity.pid}, which we started",
             do="another server holds that address: stop it, or set server.port to 0",
+            runbook="left-over-server.md",
             fault="F15",
         )
 
