@@ -10,12 +10,11 @@ import pytest
 
 from slipstream.engine.capture import CapturePlan
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
-from slipstream.engine.drafts.eagle3.hf_config import check_for_launch
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.engine.training.store_source import StoreSource
 from slipstream.tasks import convert, extract, train
+from slipstream.tasks.checks import Contradictions
 from slipstream.tasks.stage import run_stage
 
 STORED, ASKED = (0, 1, 2), (1, 2, 3)  # as (0, 3, 31) against (3, 31, 59): the embedding first, everything one on
@@ -73,14 +72,17 @@ def test_features_are_never_picked_by_position(stored):
 
 
 def test_caught_before_launch(trained):
-    draft = trained.workdir / "convert" / "draft"
-    identity = TargetIdentity.from_dir(trained.model_dir)
-    with pytest.raises(SlipstreamError) as caught:
-        check_for_launch(draft, ASKED, identity)
-    assert caught.value.fault == "F2"
-    assert "slots ['slot_0', 'slot_1', 'slot_2']" in caught.value.found
-    assert "slots ['slot_1', 'slot_2', 'slot_3']" in caught.value.expected
-    check_for_launch(draft, ASKED, identity, skip={"F2"})
+    trained.check_before_launch(STORED)
+    with pytest.raises(Contradictions) as caught:
+        trained.check_before_launch(ASKED)
+    store, draft = caught.value.findings
+    assert (store.fault, draft.fault) == ("F2", "F2")
+    assert f"the hidden-state store {trained.workdir / 'extract' / 'store'} holds slots [0, 1, 2]; " in store.found
+    assert f"the draft {trained.workdir / 'convert' / 'draft'} holds slots [0, 1, 2]; " in draft.found
+    assert "capture.slots = [1, 2, 3], which are [1, 2, 3]" in draft.found
+    assert "by name: any three slots are equally wide" in draft.expected
+    assert "write capture.slots: [0, 1, 2] to use it" in draft.ways
+    trained.check_before_launch(ASKED, skip={"F2"})
 
 
 def test_launch_3_of_the_incident(trained, tmp_path):

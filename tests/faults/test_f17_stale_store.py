@@ -8,10 +8,13 @@ import shutil
 
 import pytest
 
-from slipstream.engine.drafts.eagle3.hf_config import check_for_launch
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
+from slipstream.engine.loader import load_target
+from slipstream.engine.serving.engine_build import check_draft_fits
 from slipstream.tasks import convert, extract, train
+from slipstream.tasks.checks import Contradictions
 from slipstream.tasks.stage import run_stage
 
 
@@ -100,14 +103,30 @@ def test_an_extraction_does_not_go_on_with_another_target(made, tiny, tmp_path, 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_caught_before_launch(made, tiny, change):
-    draft = made.workdir / "convert" / "draft"
-    check_for_launch(draft, (1, 2, 3), TargetIdentity.from_dir(made.model_dir))
+    made.check_before_launch()
     word = change(made, tiny)
-    identity = TargetIdentity.from_dir(made.model_dir)
-    with pytest.raises(SlipstreamError, match=word) as caught:
-        check_for_launch(draft, (1, 2, 3), identity)
+    with pytest.raises(Contradictions) as caught:
+        made.check_before_launch()
+    store, draft = caught.value.findings
+    assert (store.fault, draft.fault) == ("F17", "F17")
+    assert f"since the hidden-state store {made.workdir / 'extract' / 'store'} was made" in store.found
+    assert f"since the draft {made.workdir / 'convert' / 'draft'} was made, its target changed: {word}: " in draft.found
+    old, new = draft.found.split("was ")[-1].split(", is ")
+    assert old != new  # both values are named
+    made.check_before_launch(skip={"F17"})
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_server_itself_refuses(made, tiny, change):
+    """Started by hand, with nothing around it that has seen the store."""
+    draft = made.workdir / "convert" / "draft"
+    word = change(made, tiny)
+    target = load_target(made.model_dir, "float32")
+    network, identity = load_draft(draft), TargetIdentity.from_dir(made.model_dir)
+    with pytest.raises(SlipstreamError, match=f"the draft {draft} differs from the target: {word} ") as caught:
+        check_draft_fits(draft, network, target, identity)
     assert caught.value.fault == "F17"
-    check_for_launch(draft, (1, 2, 3), identity, skip={"F17"})
+    check_draft_fits(draft, network, target, identity, skip={"F17"})
 
 
 def test_other_answers_under_the_same_ids(made, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,12 +11,18 @@ import torch
 
 from slipstream.configs.schema import Deployment
 from slipstream.engine.chat import ChatTokenizer
+from slipstream.tasks.checks import find, gather, refuse
 from slipstream.tasks.conversations import ConversationRecord
 from slipstream.tasks.reporting import NullReporter
 from slipstream.tasks.stage import Stage, StageContext, run_stage
 
 SLOTS = (1, 2, 3)
 CONVERSATIONS = 10  # the last two are held out
+# Over a deployment of `make_deployment`: prompts and answers that fit into its context, so that it can be launched.
+FITTING: dict[str, dict[str, Any]] = {
+    "data": {"max_prompt_tokens": 64, "max_new_tokens": 32},
+    "benchmark": {"max_new_tokens": 32},
+}
 
 
 class Listener(NullReporter):
@@ -118,6 +125,15 @@ class Pipeline:
         """To call a stage's own `run` with, past the framework that would see a stale input first."""
         out.mkdir(parents=True, exist_ok=True)
         return StageContext(stage, deployment or self.deployment, self.workdir, out, Listener())
+
+    def check_before_launch(self, slots: tuple[int, ...] | None = None, skip: Collection[str] = ()) -> None:
+        """What the launch stage does before it starts a server: the checks, of a deployment that names `slots`."""
+        sections = self.deployment.model_dump(exclude_unset=True)
+        for section, values in FITTING.items():
+            sections[section] = {**sections.get(section, {}), **values}
+        if slots is not None:
+            sections["capture"] = {"slots": slots}
+        refuse(find(gather(Deployment(**sections), self.workdir), skip))
 
 
 def make_pipeline(root: Path, chats: ModuleType, tiny: ModuleType, **changes: dict[str, Any]) -> Pipeline:

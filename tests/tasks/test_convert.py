@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
-from slipstream.engine.drafts.eagle3.hf_config import check_for_launch, read_record
+from slipstream.engine.drafts.eagle3.hf_config import read_record
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.training.checkpoint import load_network
@@ -50,7 +50,7 @@ def test_the_directory_says_where_the_draft_comes_from(finished):
     assert record.training_fingerprint == manifest["fingerprint"]
     identity = TargetIdentity.from_dir(made.model_dir)
     assert record.identity == identity
-    check_for_launch(draft, (1, 2, 3), identity)
+    made.check_before_launch((1, 2, 3))
 
 
 def test_written_in_the_dtype_that_is_served(finished, pipeline, tmp_path):

@@ -15,7 +15,7 @@ from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json, write_atomic
-from slipstream.engine.handover import TargetIdentity, identity_differences, refuse, slot_differences
+from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
 
 CONFIG = "config.json"
 RECORD = "slipstream.json"
@@ -175,42 +175,6 @@ def read_config(
         raise SlipstreamError(
             f"{directory / CONFIG} has no {error.args[0]}", expected="the config of an EAGLE-3 draft", do=_AGAIN
         ) from error
-
-
-def check_for_launch(
-    directory: Path,
-    slots: tuple[int, ...],
-    identity: TargetIdentity,
-    *,
-    needed_by: str = "the deployment",
-    skip: Collection[str] = (),
-) -> None:
-    """Before a server starts: the draft was trained on these slots, in this order, of this very target.
-
-    Args:
-        directory: of the draft.
-        slots: canonical ids that will be captured, in the order in which they are handed to the draft.
-        identity: of the target at hand.
-        needed_by: what names `slots`, for the error.
-        skip: faults whose checks are off.
-
-    Raises SlipstreamError: F2 or F3 for slots, F17 for the target. A draft without slipstream.json proves neither:
-    it is refused.
-    """
-    record = read_record(directory)
-    if record is None:
-        raise SlipstreamError(
-            f"{directory} has no {RECORD}",
-            expected="the names of the slots that the draft was trained on, and of its target",
-            do=_AGAIN,
-        )
-    trained = read_config(directory, skip=skip).plan.names
-    differences = [
-        *slot_differences(trained, tuple(slot_name(s) for s in slots)),
-        *identity_differences(record.identity, identity),
-    ]
-    do = "train the draft again from a store with these slots and this target, or restore those it was trained with"
-    refuse(differences, found_in=f"the draft in {directory}", expected_in=needed_by, do=do, skip=skip)
 
 
 def _check_ids(

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft, read_tensors, save_draft, to_tensors
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
-from slipstream.engine.drafts.eagle3.hf_config import DraftRecord, check_for_launch, read_config, read_record
+from slipstream.engine.drafts.eagle3.hf_config import DraftRecord, read_config, read_record
 from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
@@ -266,17 +266,6 @@ def test_ids_edited_by_hand_are_refused(tmp_path, ids, fault, captured):
     assert caught.value.fault == fault
     assert "slot_2" in caught.value.expected
     load_draft(tmp_path, skip={fault})
-
-
-def test_before_launch(tmp_path):
-    save_draft(tmp_path, make_network(), RECORD)
-    check_for_launch(tmp_path, (2, 5, 7), IDENTITY)
-    with pytest.raises(SlipstreamError, match="chat template") as caught:
-        check_for_launch(tmp_path, (2, 5, 7), dataclasses.replace(IDENTITY, chat_template="e" * 64))
-    assert caught.value.fault == "F17"
-    (tmp_path / "slipstream.json").unlink()
-    with pytest.raises(SlipstreamError, match=r"has no slipstream\.json"):
-        check_for_launch(tmp_path, (2, 5, 7), IDENTITY)
 
 
 def test_share_of_tokens_that_the_draft_cannot_propose():
