@@ -21,10 +21,9 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.training.checkpoint import load_network
 from slipstream.engine.training.init import TargetWeights
 from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
+from slipstream.tasks.facts import DRAFT
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
-
-DRAFT = "draft"
 
 
 def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:

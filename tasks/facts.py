@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 HASHED_WEIGHTS_BYTES = 1 << 30
 HOLDOUT = "builtin-holdout"  # of benchmark.prompts: the held-out part of data.prompts
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+# What stages leave, as others find it.
+DRAFT = "draft"  # the draft's directory, in convert's
+PARITY = "parity.json"  # the measured figures, in parity's
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def gather(
         target_problem=problem,
         resolve_stale=stale,
         store=_read_store(workdir / "extract" / "store"),
-        draft=_read_draft(workdir / "convert" / "draft"),
+        draft=_read_draft(workdir / "convert" / DRAFT),
         remade=remade,
     )
 

@@ -14,14 +14,14 @@ from slipstream.tasks.bench_client import ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.checks import find, gather, refuse
 from slipstream.tasks.cleanup import clean
-from slipstream.tasks.manifest import read_json, write_json
+from slipstream.tasks.facts import PARITY
+from slipstream.tasks.manifest import MANIFEST, read_json, write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, ServerPlan, check_settings, plan_server, start_server, stop_server
 from slipstream.tasks.stage import StageContext
 from slipstream.tasks.tune import chosen_num_steps
 
 SETTINGS = "settings.json"
-PARITY = "parity/parity.json"
 SMOKE_PROMPTS = 4
 SMOKE_TOKENS = 48
 # Held-out prompts differ from each other more than coin tosses do; a broken capture moves A_1 by far more than this.
@@ -83,9 +83,7 @@ def smoke_test(context: StageContext, server: RunningServer, plan: ServerPlan) -
         return figures
     expected = parity_first_step(context)
     first = served.joint[0]
-    if expected is None:
-        context.warn("smoke: parity has not measured A_1, so that of the server is compared with nothing")
-    else:
+    if expected is not None:
         check_first_step(expected, first)
     parity = "unknown" if expected is None else f"{expected.rate:.3f} ({expected.hits}/{expected.rounds})"
     context.say(
@@ -115,13 +113,23 @@ def check_first_step(expected: JointAcceptance, served: JointAcceptance) -> None
 
 
 def parity_first_step(context: StageContext) -> JointAcceptance | None:
-    """A_1 that parity measured through the served path, on the benchmark's prompts; None where it has not run."""
-    path = context.workdir / PARITY
-    if not path.is_file():
+    """A_1 that parity measured through the served path, on the benchmark's prompts; None, with a warning, without one.
+
+    A launch by hand does without parity, so that parity is no declared input: its manifest says of which draft it is.
+    """
+    folder, nothing = context.workdir / "parity", "so that of the server is compared with nothing"
+    if not (folder / MANIFEST).is_file():
+        context.warn(f"smoke: parity has not measured A_1, {nothing}")
         return None
-    measured = read_json(path)["acceptance"]
+    if read_json(folder / MANIFEST)["inputs"].get("convert") != context.manifest("convert")["identity"]:
+        context.warn(f"smoke: parity is of another draft, its A_1 is not this one's, {nothing}")
+        return None
+    measured = read_json(folder / PARITY)["acceptance"]
     counts = AcceptanceCounts.from_dict(measured["benchmark"]["served"]) if "benchmark" in measured else None
-    return counts.joint[0] if counts is not None and counts.num_steps and counts.rounds else None
+    if counts is None or not counts.num_steps or not counts.rounds:
+        context.warn(f"smoke: parity has no counted round, {nothing}")
+        return None
+    return counts.joint[0]
 
 
 STAGE = get_stage("launch")

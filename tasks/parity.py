@@ -25,6 +25,7 @@ from slipstream.engine.training.checkpoint import load_network
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.extract import CONVERSATIONS, capture_plan
+from slipstream.tasks.facts import DRAFT, PARITY
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
 from slipstream.tasks.parity_target import TargetReference
@@ -32,7 +33,6 @@ from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, plan_server, running_server
 from slipstream.tasks.stage import StageContext
 
-PARITY = "parity.json"
 VALIDATION_CONVERSATIONS = 12
 MAX_NEW_TOKENS = 96
 
@@ -78,7 +78,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     if num_steps:
         dtype = getattr(torch, config.server.dtype)
         networks = {
-            "export": load_draft(context.input("convert") / "draft", dtype),
+            "export": load_draft(context.input("convert") / DRAFT, dtype),
             "trainer": load_network(context.input("train") / "checkpoint", dtype),
         }
     slots = capture_plan(config, target.config.num_layers).slots

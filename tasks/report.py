@@ -18,6 +18,7 @@ from rich.console import Console
 from slipstream.tasks import plots
 from slipstream.tasks.bench_pairs import resume_pairs
 from slipstream.tasks.benchmark import FIGURES, PAIRS
+from slipstream.tasks.facts import PARITY
 from slipstream.tasks.gates import judge
 from slipstream.tasks.manifest import read_json
 from slipstream.tasks.registry import get_stage
@@ -34,7 +35,7 @@ def run(context: StageContext) -> dict[str, Any]:
     Figures: verdict, num_steps, table (rows as dicts), gates (see gates.Gate), markdown.
     """
     bench = read_json(context.input("benchmark") / FIGURES)
-    parity_file = context.input("parity") / "parity.json"
+    parity_file = context.input("parity") / PARITY
     parity = read_json(parity_file) if parity_file.is_file() else None
     resolved = context.manifest("resolve")["figures"]
     gates = [gate.to_dict() for gate in judge(context.config.gates, resolved, parity, bench)]

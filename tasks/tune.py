@@ -13,6 +13,7 @@ from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.speed_forecast import SpeedForecast, expected_speed
 from slipstream.tasks.bench_prompts import benchmark_prompts
+from slipstream.tasks.facts import DRAFT
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.probe import probe_rounds
 from slipstream.tasks.registry import get_stage
@@ -67,7 +68,7 @@ def _measured(context: StageContext) -> dict[str, Any]:
     streams = config.benchmark.concurrency
     times = probe_rounds(
         target_dir,
-        context.input("convert") / "draft",
+        context.input("convert") / DRAFT,
         EngineConfig(
             max_running_requests=streams,
             max_context_tokens=config.server.max_context_tokens,

@@ -14,12 +14,13 @@ from slipstream.configs.schema import Deployment
 from slipstream.engine.acceptance import AcceptanceCounts, JointAcceptance
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import cleanup, launch, server
+from slipstream.tasks.facts import PARITY
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.ports import port_is_free
 from slipstream.tasks.process import ProcessIdentity, group_members, is_alive, read_record
 from slipstream.tasks.reporting import NullReporter
 from slipstream.tasks.server import ServerPlan, check_settings, running_server, server_command, start_server
-from slipstream.tasks.stage import Stage, run_stage
+from slipstream.tasks.stage import Stage, StageContext, run_stage
 
 K = 2
 
@@ -87,6 +88,16 @@ def plan(tiny_models):
     return ServerPlan(tiny_models.target, tiny_models.draft, K, slots=("slot_1", "slot_2", "slot_4"))
 
 
+def measured_parity(deployment, workdir, counts):
+    """A parity of the present draft that measured `counts`."""
+
+    def parity(context):
+        write_json(context.out / PARITY, {"acceptance": {"benchmark": {"served": counts.to_dict()}}})
+        return {}
+
+    run_stage(Stage("parity", 1, ("resolve", "convert"), (), parity), deployment, workdir)
+
+
 def nothing_runs(workdir):
     return not list(workdir.glob("*.state.json")) and not list(workdir.glob("*.ready.json"))
 
@@ -117,8 +128,7 @@ def test_launch_leaves_a_proven_server_and_a_second_launch_replaces_it(deploymen
 
     # The same again, now with a parity that saw another draft: the old server goes, and the new one is not left either.
     wrong = AcceptanceCounts(K, [10, 10, 500])
-    (workdir / "parity").mkdir()
-    write_json(workdir / "parity" / "parity.json", {"acceptance": {"benchmark": {"served": wrong.to_dict()}}})
+    measured_parity(deployment, workdir, wrong)
     with pytest.raises(SlipstreamError, match=r"A_1 of the server is 0\.\d+ .* parity measured 0\.981"):
         run_stage(launch.STAGE, deployment, workdir, Listener())
     assert not group_members(record.identity)
@@ -246,6 +256,23 @@ def test_the_first_steps_are_compared_with_their_chance():
         launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 20, 100))
     with pytest.raises(SlipstreamError, match="no counted round"):
         launch.check_first_step(JointAcceptance(1, 600, 1000), JointAcceptance(1, 0, 0))
+
+
+def test_a_parity_of_another_draft_is_not_compared(deployment, workdir):
+    listener = Listener()
+    context = StageContext(launch.STAGE, deployment, workdir, workdir / "out", listener)
+    assert launch.parity_first_step(context) is None
+    measured_parity(deployment, workdir, AcceptanceCounts(K, [4, 3, 3]))
+    assert launch.parity_first_step(context) == JointAcceptance(1, 6, 10)
+    run_stage(Stage("convert", 2, ("resolve",), (), lambda context: {}), deployment, workdir)  # the draft made anew
+    assert launch.parity_first_step(context) is None
+    measured_parity(deployment, workdir, AcceptanceCounts(K, [0, 0, 0]))
+    assert launch.parity_first_step(context) is None
+    assert [text.split(",")[0] for text in listener.warned] == [
+        "smoke: parity has not measured A_1",
+        "smoke: parity is of another draft",
+        "smoke: parity has no counted round",
+    ]
 
 
 def test_rounds_between_two_looks():
