@@ -119,6 +119,18 @@ def _context_budget(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _concurrency(facts: Facts) -> Iterator[Finding]:
+    streams, served = facts.deployment.benchmark.concurrency, facts.deployment.server.max_running_requests
+    if streams > served:
+        yield Finding(
+            "concurrency",
+            f"{facts.say('benchmark.concurrency')}, but {facts.say('server.max_running_requests')}",
+            f"no more streams than the server decodes at the same time: of {streams} requests {streams - served} would "
+            "wait, and their wait would be measured as theirs",
+            (f"write benchmark.concurrency: {served}", f"write server.max_running_requests: {streams}"),
+        )
+
+
 def _slots_in_range(facts: Facts) -> Iterator[Finding]:
     slots = facts.slots
     if slots is None:
@@ -206,6 +218,7 @@ DEPLOYMENT: tuple[Check, ...] = (
     Check("steps-trained", "the draft is trained as far ahead as it is served", _steps_trained),
     Check("F14", "the draft's positions reach as far as the served context", _draft_context),
     Check("context-budget", "the longest prompt and its answer fit into the context", _context_budget),
+    Check("concurrency", "the benchmark asks for no more streams than are served at the same time", _concurrency),
     Check("slots", "the slots name states that the target has", _slots_in_range),
     Check("draft-shape", "the draft's shapes fit each other and the target", _draft_shape),
     Check("samples", "no prompt is answered twice with the same answer", _samples),

@@ -39,6 +39,15 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
         {"server": {"max_context_tokens": 5000}},
         ("max_context_tokens = 5000", "4096 positions"),
     ),
+    (
+        "concurrency",
+        {"benchmark": {"concurrency": 4}, "server": {"max_running_requests": 2}},
+        (
+            "benchmark.concurrency = 4",
+            "server.max_running_requests = 2",
+            "write benchmark.concurrency: 2; or write server.max_running_requests: 4",
+        ),
+    ),
     ("slots", {"capture": {"slots": [2, 16, 33]}}, ("[33] outside", "to 32")),
     ("slots", {"capture": {"slots": [2, 16, 2]}}, ("[2] named twice",)),
     ("draft-shape", {"draft": {"norm_before_fc": True, "fc_norm": True}}, ("norm_before_fc = True", "at most one")),
