@@ -14,8 +14,25 @@ from slipstream.configs.making import EMBEDDED_TARGET, EMBEDDED_TARGET_SHA256, T
 from slipstream.configs.schema import Deployment
 from slipstream.configs.yaml_source import parse_value, read_entries
 from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.checks import find, gather
+from slipstream.tasks.wheel_target import IMPORT_VERSION
 
 DEMO = Path(__file__).parents[2] / "configs" / "smollm2.yaml"
+
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
 
 
 def deployment_file(tmp_path: Path, text: str) -> Path:
@@ -39,7 +56,22 @@ def test_the_demo_validates_and_leaves_nothing_unused() -> None:
     assert loaded.deployment.target.kind == "pypi"
     assert loaded.deployment.target.sha256 == EMBEDDED_TARGET_SHA256
     assert loaded.deployment.capture.slots == "auto"
-    assert loaded.deployment.training.num_steps >= loaded.deployment.speculation.max_num_steps
+
+
+def test_the_demo_contradicts_nothing_and_warns_of_its_untrained_steps_alone(tmp_path: Path) -> None:
+    deployment = load(DEMO, (f"host.workdir={tmp_path}", f"host.cache_dir={tmp_path}"), {}).deployment
+    target = deployment.target
+    # Its shapes, where an earlier run would have left them, so that the checks that need them look, too.
+    made = tmp_path / "targets" / f"{target.expected_sha256}-{target.dtype}-v{IMPORT_VERSION}"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text(json.dumps(SMOLLM2))
+    facts = gather(deployment)
+    assert (facts.target_problem, facts.slots) == ("", (2, 15, 27))
+    (finding,) = find(facts)
+    assert (finding.check, finding.severity) == ("steps-trained", "warning")
+    assert "training.num_steps = 3" in finding.found
+    assert "speculation.max_num_steps = 5" in finding.found
+    assert "steps 4 to 5" in finding.expected
 
 
 def test_the_demo_validates_against_the_json_schema() -> None:
