@@ -1,7 +1,8 @@
 """Loads a target from safetensors: every tensor consumed, every parameter loaded, or an error that lists the rest."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -34,16 +35,20 @@ def load_target(directory: str | Path, dtype: torch.dtype | str, device: torch.d
             expected=f"one of {', '.join(_MODELS)}",
             do="use a target of a known architecture",
         )
-    try:
-        with torch.device(device):
-            model = _MODELS[config.architecture](config, dtype)
-    except ValueError as error:  # a layer has no such form
-        raise SlipstreamError(
-            f"{directory / 'config.json'}: {error}", expected="what the layers know", do="use another target"
-        ) from error
+    with known_forms(directory / "config.json", "use another target"), torch.device(device):
+        model = _MODELS[config.architecture](config, dtype)
     views = {_checkpoint_name(name): view for name, view in parameter_views(model).items()}
     load_tensors(tensor_files(directory), views, alias=_tied_head(config), derived=_DERIVED)
     return model.requires_grad_(False).eval()
+
+
+@contextmanager
+def known_forms(config: Path, do: str) -> Iterator[None]:
+    """While layers are made as `config` says: where one has no such form, a SlipstreamError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise SlipstreamError(f"{config}: {error}", expected="what the layers know", do=do) from error
 
 
 def _checkpoint_name(name: str) -> str:

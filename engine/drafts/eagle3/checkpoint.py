@@ -21,7 +21,7 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
-from slipstream.engine.loader import parameter_views
+from slipstream.engine.loader import known_forms, parameter_views
 
 WEIGHTS = "model.safetensors"
 # Other writers' names of the one layer, which both engines take for `midlayer`.
@@ -149,16 +149,18 @@ def load_draft(
         slots, target_num_layers: for a draft without slipstream.json.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError: F8, F9, F2 and F3 (config.json and slipstream.json disagree), or a file that is cut short.
+    Raises SlipstreamError: F8, F9, F2 and F3 (config.json and slipstream.json disagree), a form that no layer has, or
+    a file that is cut short.
     """
     config = read_config(directory, slots=slots, target_num_layers=target_num_layers, skip=skip)
     tensors = read_tensors(directory)
     if dtype is None:
         value = json.loads((directory / CONFIG).read_text())
         dtype = getattr(torch, value.get("dtype") or value.get("torch_dtype") or "float32")
-    return from_tensors(
-        config, tensors, dtype, where=str(directory / WEIGHTS), target_embedding=target_embedding, skip=skip
-    )
+    with known_forms(directory / CONFIG, "use another draft"):
+        return from_tensors(
+            config, tensors, dtype, where=str(directory / WEIGHTS), target_embedding=target_embedding, skip=skip
+        )
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:

@@ -217,6 +217,17 @@ def test_a_draft_of_another_trainer(tmp_path):
     assert theirs.embed_tokens.weight.data_ptr() == embedding.data_ptr()
 
 
+def test_a_form_that_no_layer_has_is_refused_by_name(tmp_path):
+    foreign(tmp_path)
+    config = tmp_path / "config.json"
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_scaling": scaling}))
+    with pytest.raises(SlipstreamError, match="rope scaling 'yarn' is not supported") as caught:
+        load_draft(tmp_path, slots=(2, 5, 7), target_num_layers=10)
+    assert caught.value.found.startswith(str(config))
+    assert (caught.value.expected, caught.value.do) == ("what the layers know", "use another draft")
+
+
 def test_a_copy_of_the_targets_embedding_is_shared_and_another_one_kept(tmp_path):
     ours = make_network()
     save_draft(tmp_path, ours, RECORD)
