@@ -6,7 +6,7 @@ slot t embeds x_{t+1}, so the first supervised slot is P - 1; the teacher of slo
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -180,11 +180,3 @@ def plan_batches(
 
 # Conversations whose lengths differ by less than this share a bucket: about a tenth of a usual answer is padding.
 _BUCKET_TOKENS = 16
-
-
-def iterate(
-    source: ConversationSource, batches: Sequence[Sequence[int]], num_steps: int, start: int = 0
-) -> Iterator[Batch]:
-    """Collated batches from number `start` on."""
-    for indices in batches[start:]:
-        yield collate([source[i] for i in indices], num_steps)

@@ -1,6 +1,5 @@
 """The draft's first weights."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.loader import tensor_files
 from slipstream.engine.training.data import ConversationSource
 from slipstream.engine.training.least_squares import warm_start
 
@@ -40,13 +40,10 @@ class TargetWeights:
         """Read them from a Hugging Face directory of safetensors (Llama's tensor names)."""
         prefix = f"model.layers.{num_layers - 1}."
         wanted = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-        index = directory / "model.safetensors.index.json"
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
         tensors: dict[str, torch.Tensor] = {}
-        for name in names or ["model.safetensors"]:
-            with safe_open(directory / name, framework="pt") as file:
-                keys = [k for k in file.keys() if k in wanted or k.startswith(prefix)]  # noqa: SIM118 (no dict)
-                tensors |= {k: file.get_tensor(k) for k in keys}
+        for path, names in tensor_files(directory).items():
+            with safe_open(path, framework="pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in names if name in wanted or name.startswith(prefix)}
         missing = [n for n in wanted[:2] if n not in tensors]
         if missing:
             raise SlipstreamError(

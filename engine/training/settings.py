@@ -1,4 +1,4 @@
-"""How a draft is trained."""
+"""How a draft is trained. The deployment's defaults (configs/making.py) are the only ones of what it names."""
 
 import math
 from dataclasses import dataclass
@@ -24,26 +24,26 @@ class TrainingSettings:
         step_loss_decay: w_k = decay^(k-1).
         seed: of the order of the conversations.
         checkpoint_every_seconds: longest time of training that a kill can lose.
+        dtype: of the network while it computes; masters and optimiser are fp32 always.
         hits_every_steps: how often joint acceptance is measured on the batch at hand (it costs a pass of the target's
             whole head).
-        dtype: of the network while it computes; masters and optimiser are fp32 always.
 
     Raises SlipstreamError for values without meaning.
     """
 
-    num_steps: int = 4
-    epochs: int = 4
-    max_seconds: float | None = None
-    learning_rate: float = 1e-3
-    warmup_fraction: float = 0.04
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 1.0
-    batch_tokens: int = 1024
-    step_loss_decay: float = 0.8
-    seed: int = 0
-    checkpoint_every_seconds: float = 30.0
+    num_steps: int
+    epochs: int
+    max_seconds: float | None
+    learning_rate: float
+    warmup_fraction: float
+    weight_decay: float
+    grad_clip_norm: float
+    batch_tokens: int
+    step_loss_decay: float
+    seed: int
+    checkpoint_every_seconds: float
+    dtype: str
     hits_every_steps: int = 20
-    dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "epochs", "learning_rate", "grad_clip_norm", "batch_tokens", "step_loss_decay"):

@@ -16,7 +16,19 @@ from slipstream.engine.training.settings import TrainingSettings
 from slipstream.engine.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(
-    num_steps=3, epochs=3, batch_tokens=40, learning_rate=1e-2, dtype="float32", hits_every_steps=2
+    num_steps=3,
+    epochs=3,
+    max_seconds=None,
+    learning_rate=1e-2,
+    warmup_fraction=0.04,
+    weight_decay=0.0,
+    grad_clip_norm=1.0,
+    batch_tokens=40,
+    step_loss_decay=0.8,
+    seed=0,
+    checkpoint_every_seconds=30.0,
+    hits_every_steps=2,
+    dtype="float32",
 )
 
 
@@ -129,7 +141,7 @@ def test_budget_in_seconds_ends_the_run_and_the_schedule(draft_tools, tmp_path):
 
 
 def test_rates_rise_then_fall_to_zero():
-    settings = TrainingSettings(learning_rate=2.0, warmup_fraction=0.1)
+    settings = dataclasses.replace(SETTINGS, learning_rate=2.0, warmup_fraction=0.1)
     assert settings.rate_at(0.05) == pytest.approx(1.0)
     assert settings.rate_at(0.1) == pytest.approx(2.0)
     assert settings.rate_at(0.55) == pytest.approx(1.0)
@@ -221,4 +233,4 @@ def test_progress_evaluation_and_files(draft_tools, tmp_path):
 )
 def test_settings_without_meaning_are_refused(changes, words):
     with pytest.raises(SlipstreamError, match=words):
-        TrainingSettings(**changes)
+        dataclasses.replace(SETTINGS, **changes)
