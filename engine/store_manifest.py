@@ -50,15 +50,6 @@ class StoreSpec:
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 
-    def state_bytes(self) -> int:
-        """Bytes of one state of one token."""
-        return self.hidden_size * self.torch_dtype.itemsize
-
-    def bytes_per_token(self) -> tuple[int, int]:
-        """Bytes of a token (before the teacher starts, from there on); token id (4) and loss mask (1) included."""
-        before = len(self.slots) * self.state_bytes() + 5
-        return before, before + self.state_bytes()
-
 
 def check_spec(
     found: StoreSpec, expected: StoreSpec, *, where: str, do: str = AGAIN, skip: Collection[str] = ()

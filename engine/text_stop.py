@@ -63,7 +63,6 @@ class StopStrings:
 
     Attributes:
         matched: the stop string found, or None.
-        tokens_kept: after a match, the number of tokens needed for the text before it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -71,37 +70,28 @@ class StopStrings:
             raise ValueError("a stop string is empty: it would end every answer before its first token")
         self._stops = tuple(stops)
         self._held = ""
-        self._sent = 0  # characters handed out
-        self._ends: list[int] = []  # characters of text after each token
         self.matched: str | None = None
-        self.tokens_kept = 0
 
-    def push(self, piece: str, num_tokens: int = 1) -> str:
-        """Takes text and the number of tokens it came from. Returns what may be sent; look at `matched` afterwards.
+    def push(self, piece: str) -> str:
+        """Takes text. Returns what may be sent; look at `matched` afterwards.
 
         After a match every further call returns "".
         """
         if self.matched is not None:
             return ""
         text = self._held + piece
-        self._ends.extend([self._sent + len(text)] * num_tokens)
         found = self._first_match(text)
         if found is not None:
             start, self.matched = found
             self._held = ""
-            self.tokens_kept = self._tokens_for(self._sent + start)
-            self._sent += start
             return text[:start]
         keep = self._could_begin(text)
         out, self._held = text[: len(text) - keep], text[len(text) - keep :]
-        self._sent += len(out)
-        self.tokens_kept = len(self._ends)
         return out
 
     def finish(self) -> str:
         """The text held back, when no more will come and nothing matched."""
         rest, self._held = self._held, ""
-        self._sent += len(rest)
         return rest
 
     def _first_match(self, text: str) -> tuple[int, str] | None:
@@ -120,9 +110,3 @@ class StopStrings:
                     longest = size
                     break
         return longest
-
-    def _tokens_for(self, characters: int) -> int:
-        """Fewest tokens whose text has at least this many characters."""
-        if characters == 0:
-            return 0
-        return next(i + 1 for i, end in enumerate(self._ends) if end >= characters)

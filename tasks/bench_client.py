@@ -82,11 +82,6 @@ class Answer:
         """Gaps between outputs (inter-token latency by its usual name), in milliseconds."""
         return [1000 * (b.seconds - a.seconds) for a, b in zip(self.chunks, self.chunks[1:], strict=False)]
 
-    @property
-    def tokens_per_chunk(self) -> float | None:
-        """Mean tokens of an output after the first."""
-        return self.decode_tokens / (len(self.chunks) - 1) if len(self.chunks) > 1 else None
-
 
 def ask_all(
     url: str,

@@ -122,9 +122,3 @@ def option_dict(option: SpeedOption) -> dict[str, Any]:
         "speedup": option.speedup,
         "verdict": option.verdict,
     }
-
-
-def option_from(data: Mapping[str, Any]) -> SpeedOption:
-    """Inverse of `option_dict`."""
-    names = ("num_steps", "accept_length", "draft_ms", "verify_ms", "rest_ms", "plain_step_ms")
-    return SpeedOption(**{name: data[name] for name in names})

@@ -12,6 +12,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.hidden_store import ConversationStates, HiddenStateStore, StoreWriter, first_teacher_position
 from slipstream.engine.store_manifest import MANIFEST, StoreManifest, StoreSpec
+from slipstream.tasks.derived import store_bytes_per_token
 
 HIDDEN = 6
 PLAN = CapturePlan((2, 4, 5), num_layers=8)
@@ -68,7 +69,7 @@ def test_the_teacher_starts_where_the_first_supervised_slot_needs_it(mask):
 def test_bytes_per_token_as_computed(tmp_path):
     write(tmp_path, range(40)).finish()
     store = HiddenStateStore(tmp_path)
-    before, after = SPEC.bytes_per_token()
+    after, before = store_bytes_per_token(3, HIDDEN, "bfloat16")  # as `plan` tells them
     assert (before, after) == (3 * HIDDEN * 2 + 5, 4 * HIDDEN * 2 + 5)
     payload = 40 * (3 * before + 4 * after)
     assert payload < store.num_bytes() < payload + 40 * 6 * 120  # a header entry a tensor

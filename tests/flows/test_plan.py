@@ -13,7 +13,6 @@ from rich.console import Console
 
 from slipstream.configs.load import known_fields
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
-from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.engine.models.llama import LlamaModel
 from slipstream.flows.plan import Plan, as_dict, derived_values, room, values
 from slipstream.flows.plan_tables import seconds_words, show
@@ -128,14 +127,6 @@ def test_target_parameters_are_those_of_the_model(tmp_path: Path, tiny: ModuleTy
     expected = sum(p.numel() for p in tiny.tiny_hf(tie_word_embeddings=tied).parameters())
     assert derived.target_parameters(config) == expected
     assert isinstance(tiny.load_target(directory, torch.float32), LlamaModel)
-
-
-def test_store_bytes_are_those_of_a_store(tmp_path: Path, left_over: ModuleType) -> None:
-    world = left_over.World(tmp_path)
-    path = world.store((2, 16, 29))
-    spec = HiddenStateStore(path).manifest.spec
-    other, answer = spec.bytes_per_token()
-    assert derived.store_bytes_per_token(3, 64, "bfloat16") == (answer, other)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

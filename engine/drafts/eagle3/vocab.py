@@ -27,11 +27,6 @@ class DraftVocab:
         """[Vd] int64, ascending: the target id of each draft id."""
         return self.d2t + torch.arange(len(self.d2t))
 
-    def to_draft(self, target_ids: torch.Tensor) -> torch.Tensor:
-        """Target ids [...] int64 -> draft ids [...], -1 where the token has none."""
-        draft_ids = self.t2d.cumsum(0) - 1  # [V]
-        return torch.where(self.t2d[target_ids], draft_ids[target_ids], -1)
-
 
 def count_tokens(conversations: Iterable[tuple[torch.Tensor, torch.Tensor]], vocab_size: int) -> torch.Tensor:
     """How often each token was answered.
@@ -79,23 +74,3 @@ def select_draft_vocab(counts: torch.Tensor, draft_vocab_size: int) -> DraftVoca
     t2d = torch.zeros(vocab_size, dtype=torch.bool)
     t2d[chosen] = True
     return DraftVocab(chosen - torch.arange(draft_vocab_size), t2d, int(counts[chosen].sum()) / total)
-
-
-def from_offsets(d2t: torch.Tensor, vocab_size: int) -> DraftVocab:
-    """The vocabulary that a checkpoint's `d2t` [Vd] int64 offsets describe (coverage unknown: nan).
-
-    Raises SlipstreamError when the ids they give are not ascending, distinct and within 0..V - 1 (F9).
-    """
-    target_ids = d2t + torch.arange(len(d2t))
-    in_range = bool(((target_ids >= 0) & (target_ids < vocab_size)).all())
-    if not in_range or not bool((target_ids[1:] > target_ids[:-1]).all()):
-        raise SlipstreamError(
-            f"d2t gives target ids {int(target_ids.min())}..{int(target_ids.max())}, ascending: "
-            f"{bool((target_ids[1:] > target_ids[:-1]).all())}",
-            expected=f"offsets (target id minus draft id) whose ids ascend within 0..{vocab_size - 1}",
-            do="store offsets, not target ids, in d2t",
-            fault="F9",
-        )
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[target_ids] = True
-    return DraftVocab(d2t, t2d, float("nan"))

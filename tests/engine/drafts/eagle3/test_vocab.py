@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.engine.drafts.eagle3.vocab import count_tokens, from_offsets, select_draft_vocab
+from slipstream.engine.drafts.eagle3.vocab import count_tokens, select_draft_vocab
 from slipstream.engine.errors import SlipstreamError
 
 
@@ -27,22 +27,11 @@ def test_short_counts_are_padded_with_low_ids():
     assert select_draft_vocab(counts, 3).target_ids.tolist() == [0, 1, 6]
 
 
-def test_round_trip():
+def test_both_directions_name_the_same_tokens():
     counts = torch.randint(0, 5, (200,), generator=torch.Generator().manual_seed(0))
     vocab = select_draft_vocab(counts, 77)
-    draft_ids = torch.arange(77)
-    assert torch.equal(vocab.to_draft(vocab.target_ids), draft_ids)
-    assert int(vocab.t2d.sum()) == 77
-    outside = (~vocab.t2d).nonzero().squeeze(1)
-    assert (vocab.to_draft(outside) == -1).all()
-    again = from_offsets(vocab.d2t, 200)
-    assert torch.equal(again.t2d, vocab.t2d)
-
-
-def test_absolute_ids_in_the_place_of_offsets_are_refused():
-    vocab = select_draft_vocab(torch.arange(20), 12)
-    with pytest.raises(SlipstreamError, match="F9"):
-        from_offsets(vocab.target_ids, 20)
+    assert len(vocab.target_ids) == 77
+    assert torch.equal(vocab.t2d.nonzero().squeeze(1), vocab.target_ids)
 
 
 @pytest.mark.parametrize("size", [0, 21])
