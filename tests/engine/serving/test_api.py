@@ -161,8 +161,8 @@ def test_streamed_and_whole_answers_agree(body, text, reason, count, width):
             streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks]
             for key in choice["logprobs"]:
                 assert [entry for part in streamed for entry in part[key]] == choice["logprobs"][key]
-        assert not engine.has_work
         await front.client.stop()  # messages are handled in order: an abort, if any was sent, has arrived by now
+        assert not engine.has_work
         assert len(engine.aborted) == (2 if text == "hell" else 0)
 
     talk(script, width)
