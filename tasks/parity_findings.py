@@ -13,6 +13,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.models import TargetModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.trace import RequestTrace
+from slipstream.tasks.facts import PARITY
 from slipstream.tasks.parity_acceptance import AcceptanceFindings, compare_acceptance, offline_run_lengths
 from slipstream.tasks.parity_draft import DraftFindings, compare_drafts
 from slipstream.tasks.parity_target import LogitFindings, SlotFinding, TargetReference, find_slots, trace_slots
@@ -46,7 +47,7 @@ class ParityError(SlipstreamError):
             f"parity failed in {len(failures)} comparisons: " + "; ".join(failures),
             expected="the served path to agree with what is independent of it",
             do="start with the first one: a wrong slot makes the draft's logits and the acceptance wrong, too; "
-            "all figures are in parity.json of the stage's partial folder",
+            f"all figures are in {PARITY} of the stage's partial folder",
             runbook="run-failed.md",
         )
         self.failures = list(failures)

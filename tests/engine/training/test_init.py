@@ -104,3 +104,18 @@ def test_refusals(draft_tools, target):
         init_network(draft_tools.make_network(**SIZES), target, vocab, "zero", 0)
     with pytest.raises(SlipstreamError, match="the target's embedding is"):
         init_network(draft_tools.make_network(), target, vocab, "target", 0)
+
+
+def test_the_targets_weights_are_read_from_shards_and_a_lost_shard_is_named(tiny, tmp_path):
+    directory = tiny.save_sharded(tmp_path)
+    model = tiny.tiny_hf(0, tie_word_embeddings=False)
+    tensors = model.state_dict()
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    weights = TargetWeights.from_dir(directory, model.config.num_hidden_layers)
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+    assert torch.equal(weights.head, tensors["lm_head.weight"])
+    assert torch.equal(weights.final_norm, tensors["model.norm.weight"])
+    assert weights.last_layer.keys() == {name.removeprefix(last) for name in tensors if name.startswith(last)}
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(SlipstreamError, match=r"model-00002-of-00002\.safetensors does not exist"):
+        TargetWeights.from_dir(directory, model.config.num_hidden_layers)
