@@ -11,7 +11,7 @@ where the recorded run all but chose it, and what follows in that answer is not 
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -267,7 +267,12 @@ def table_of(findings: Sequence[Findings], title: str) -> Table:
     return table
 
 
-def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def say(text: str) -> None:
+    """Prints at once, also into a file that somebody follows."""
+    print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Proves that speculation never changes the output.")
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--draft", type=Path, help="EAGLE-3 directory; without it the oracle alone proposes")

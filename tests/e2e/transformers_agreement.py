@@ -13,7 +13,7 @@ often transformers in bf16 differs from itself when only its attention is anothe
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,7 +100,12 @@ def failures(findings: LogitFindings) -> list[str]:
     return found
 
 
-def main(arguments: Sequence[str] | None = None, say: Callable[[str], None] = print) -> int:
+def say(text: str) -> None:
+    """Prints at once, also into a file that somebody follows."""
+    print(text, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compares the target with transformers, teacher-forced.")
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face directory")
     parser.add_argument("--prompts", type=int, default=32)
