@@ -17,6 +17,18 @@ _ASSUMED: Mapping[str, tuple[Any, ...]] = {
     "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
 }
+# What engine/loader.py can run; named here so that a plan can tell without torch.
+ARCHITECTURES = ("LlamaForCausalLM",)
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
 
 
@@ -60,7 +72,6 @@ class ModelConfig:
                 do="set target.source to a model directory",
             )
         raw = read_model_json(directory / "config.json")
-        architectures = raw.get("architectures") or ["(none)"]
         for key in _NEEDED:
             if raw.get(key) is None:
                 raise SlipstreamError(
@@ -73,6 +84,8 @@ class ModelConfig:
                     expected=f"{key} = {known[0]!r}: this engine's layers have no other form yet",
                     do="use a target without it",
                 )
+        _check_values(directory / "config.json", raw)
+        architectures = raw.get("architectures") or ["(none)"]
         # transformers 5 writes theta and scaling into one `rope_parameters`; older files have two keys.
         rope = raw.get("rope_parameters") or raw.get("rope_scaling")
         theta = raw.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0
@@ -96,11 +109,63 @@ class ModelConfig:
         )
 
 
+def check_architecture(config: ModelConfig, directory: Path) -> None:
+    """Raises SlipstreamError for an architecture that the engine cannot run."""
+    if config.architecture not in ARCHITECTURES:
+        raise SlipstreamError(
+            f"{directory / 'config.json'} names the architecture {config.architecture}",
+            expected=f"one of {', '.join(ARCHITECTURES)}",
+            do="use a target of a known architecture",
+        )
+
+
+def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
+    """Types, positive values, and head counts that divide; nothing is converted. Raises SlipstreamError."""
+    for key in _COUNTS:
+        if raw.get(key) is not None and not (_is_int(raw[key]) and raw[key] > 0):
+            raise _wrong(path, key, raw[key], "an integer above 0")
+    rope = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
+    for key, value in rope.items():
+        if not isinstance(value, dict):
+            raise _wrong(path, key, value, "an object or null")
+    thetas = {f"{key}.rope_theta": value.get("rope_theta") for key, value in rope.items()}
+    for key, value in {"rms_norm_eps": raw["rms_norm_eps"], "rope_theta": raw.get("rope_theta"), **thetas}.items():
+        if value is not None and not ((_is_int(value) or isinstance(value, float)) and value > 0):
+            raise _wrong(path, key, value, "a number above 0")
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _wrong(path, "architectures", names, "a list of names")
+    if not isinstance(raw.get("tie_word_embeddings"), bool | None):
+        raise _wrong(path, "tie_word_embeddings", raw["tie_word_embeddings"], "true or false")
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    if raw.get("head_dim") is None and hidden % heads:
+        raise _wrong(
+            path, "num_attention_heads", heads, f"a divisor of hidden_size = {hidden}, or a head_dim beside it"
+        )
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _wrong(path: Path, key: str, value: Any, expected: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"{path} says {key} = {value!r}", expected=expected, do="correct the file, or copy the model directory again"
+    )
+
+
 def read_model_json(path: Path) -> dict[str, Any]:
-    """A JSON file of a model directory; {} where there is none. Raises SlipstreamError for one that is not JSON."""
+    """A JSON file of a model directory; {} where there is none. SlipstreamError for one that is no JSON object."""
     if not path.is_file():
         return {}
-    return read_json(path, expected="a file of a Hugging Face model directory", do="copy the model directory again")
+    expected, do = "a file of a Hugging Face model directory", "copy the model directory again"
+    value = read_json(path, expected=expected, do=do)
+    if not isinstance(value, dict):
+        raise SlipstreamError(f"{path} holds no JSON object", expected=expected, do=do)
+    return value
 
 
 def eos_token_ids(directory: Path) -> tuple[int, ...]:
@@ -108,5 +173,8 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
         value = read_model_json(directory / name).get("eos_token_id")
-        ids += value if isinstance(value, list) else [] if value is None else [value]
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(_is_int(token) for token in found):
+            raise _wrong(directory / name, "eos_token_id", value, "a token id, or a list of them")
+        ids += found
     return tuple(dict.fromkeys(ids))

@@ -14,6 +14,7 @@ from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
+from slipstream.engine.model_config import ModelConfig, check_architecture
 from slipstream.tasks.perplexity import fixed_text, perplexity
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
@@ -32,6 +33,8 @@ def run(context: StageContext) -> dict[str, Any]:
     context.say(f"target: {context.config.target.source}")
     source = find_target(context.config, _Listener(context))
     model = context.out / MODEL
+    # First of all the config: a tokenizer that stumbles over it would hide what is wrong.
+    check_architecture(ModelConfig.from_dir(source.directory), source.directory)
     link_files(source.directory, model)
     identity = TargetIdentity.from_dir(model)
     tokenizer = ChatTokenizer(model)

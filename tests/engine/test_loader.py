@@ -7,7 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.loader import load_target
+from slipstream.engine.loader import _MODELS, load_target
+from slipstream.engine.model_config import ARCHITECTURES
 
 
 def edit_tensors(directory, change) -> None:
@@ -115,3 +116,37 @@ def test_unsupported_configs_are_refused_by_name(checkpoint, values, words):
 
 def test_no_model_directory(tmp_path):
     assert "config.json does not exist" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"hidden_size": "64"}, "hidden_size = '64'"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers = True"),
+        ({"vocab_size": 199.0}, "vocab_size = 199.0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5'"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
+        ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = '1e4'"),
+        ({"rope_parameters": "linear"}, "rope_parameters = 'linear'"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": None}, "a divisor of hidden_size = 64"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+        ({"eos_token_id": "2"}, "eos_token_id = '2'"),
+    ],
+)
+def test_values_of_a_wrong_type_or_size_are_named_with_their_file(checkpoint, values, words):
+    edit_config(checkpoint, **values)
+    message = refused(checkpoint)
+    assert words in message
+    assert str(checkpoint / "config.json") in message
+
+
+def test_a_config_that_is_no_object(checkpoint):
+    (checkpoint / "config.json").write_text("[]")
+    assert "config.json holds no JSON object" in refused(checkpoint)
+
+
+def test_the_architectures_that_a_plan_knows_are_those_that_load():
+    assert set(ARCHITECTURES) == set(_MODELS)

