@@ -1,10 +1,11 @@
 """One run at a time in a working directory. The lock names its holder; the lock of a dead holder is no lock."""
 
+import errno
 import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,12 @@ LOCK = ".lock"
 def workdir_lock(workdir: Path) -> Iterator[None]:
     """Holds `workdir` for this process; nested use by the same process is free.
 
-    Raises SlipstreamError when a living process holds it, naming that process.
+    Raises SlipstreamError when a living process holds it, naming that process, and when it is no directory that can be
+    written. A full disk stays an OSError.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / LOCK
     me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "boot_id": boot_id()}
-    with _guard(workdir):
+    with _usable(workdir), _guard(workdir):
         holder = _read(path)
         nested = holder is not None and _same(holder, me)
         if holder is not None and not nested and _alive(holder):
@@ -48,6 +49,36 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _usable(workdir: Path) -> Iterator[None]:
+    """Makes `workdir`; what the system says against it or against taking its lock becomes an error for people."""
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # its own error: `os_errors.explain_os_errors`
+        lock = workdir / LOCK
+        file = next((path for path in (workdir, *workdir.parents) if _is(path.is_file)), None)
+        if _is(lock.is_dir):
+            found, do = f"{lock} is a directory", f"delete {lock} and run again"
+        elif file is not None:
+            below = "is" if file == workdir else f"lies below {file}, which is"
+            found, do = f"host.workdir {workdir} {below} a file", "set host.workdir (or --workdir) to another folder"
+        else:
+            found = f"host.workdir {workdir} cannot be used: {error}"
+            do = "change its owner, or set host.workdir (or --workdir) to another folder"
+        expected = f"a directory that user {os.getuid()} can make and write"
+        raise SlipstreamError(found, expected=expected, do=do) from error
+
+
+def _is(question: Callable[[], bool]) -> bool:
+    try:
+        return question()
+    except OSError:  # below a folder that may not be read
+        return False
+
+
+@contextmanager
 def _guard(workdir: Path) -> Iterator[None]:
     """The moment of reading and taking the lock, for one process at a time. The kernel frees it if we die."""
     fd = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
@@ -63,7 +94,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         holder = json.loads(path.read_text())
     except (OSError, ValueError):
         return None  # half written by a process that died: nobody holds it
-    return holder if isinstance(holder, dict) and "pid" in holder else None
+    whole = isinstance(holder, dict) and all(type(holder.get(key)) is int for key in ("pid", "start_time"))
+    return holder if whole else None  # without both it names no process
 
 
 def _same(holder: dict[str, Any], other: dict[str, Any]) -> bool:

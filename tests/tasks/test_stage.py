@@ -234,6 +234,35 @@ def test_living_holder_of_the_workdir_is_named_and_a_dead_one_is_ignored(tmp_pat
         holder.wait()
 
 
+@pytest.mark.parametrize("start_time", [None, 1.5, "1"])
+def test_a_lock_without_pid_and_start_time_is_stale(tmp_path: Path, start_time: object) -> None:
+    a, _ = chain(Counter(), Counter())
+    for pid in (2**22 + 1, None, "1"):  # the first is above every pid, so its start time would be None, too
+        (tmp_path / LOCK).write_text(json.dumps({"pid": pid, "start_time": start_time, "boot_id": boot_id()}))
+        run_stage(a, deployment(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("below", "words"),
+    [
+        ("file", "file is a file"),
+        ("file/x", "lies below .*file, which is a file"),
+        ("/proc/x/y", "/proc/x/y cannot be used"),
+        ("folder", "lock is a directory"),
+    ],
+)
+def test_a_workdir_that_cannot_be_used_is_told_in_words(tmp_path: Path, below: str, words: str) -> None:
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "folder" / LOCK).mkdir(parents=True)
+    a, _ = chain(Counter(), Counter())
+    with pytest.raises(SlipstreamError, match=words) as error:
+        run_stage(a, deployment(), tmp_path / below)
+    assert "can make and write" in error.value.expected
+    assert error.value.do
+    with pytest.raises(SlipstreamError, match=words), workdir_lock(tmp_path / below):
+        pass
+
+
 def test_lock_is_reentrant_in_one_process_and_released_at_the_end(tmp_path: Path) -> None:
     with workdir_lock(tmp_path):
         a, _ = chain(Counter(), Counter())
