@@ -1,7 +1,7 @@
 """Sampling parameters of one request, checked by name: nothing is clamped, nothing ignored."""
 
-import math
 import secrets
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,7 +65,8 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return (isinstance(value, float) or _is_int(value)) and math.isfinite(value)
+    # compared, not converted: JSON has whole numbers that no float holds
+    return (isinstance(value, float) or _is_int(value)) and abs(value) <= sys.float_info.max
 
 
 def _refusal(name: str, value: Any, expected: str) -> SlipstreamError:

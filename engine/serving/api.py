@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.errors import SlipstreamError
@@ -24,6 +25,7 @@ from slipstream.engine.serving.openai_types import ApiError, GenerationRequest, 
 from slipstream.engine.serving.protocol import Tokens, Traced
 
 MAX_BODY_BYTES = 32 << 20
+HUNG_UP = 499  # as nginx says it
 Endpoint = Literal["chat", "completion"]
 
 
@@ -69,6 +71,22 @@ class Front:
             return "loading the tokenizer"
         return self.client.phase
 
+    def model(self) -> dict[str, Any]:
+        """The served model, as OpenAI's clients list it."""
+        return {
+            "id": self.model_name,
+            "object": "model",
+            "created": int(self.started),
+            "owned_by": "slipstream",
+            "max_model_len": self.max_context_tokens,
+        }
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) for a model that is not served."""
+        if name != self.model_name:
+            message = f"model {name!r} is not served here; {self.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
     def usable_tokenizer(self) -> ChatTokenizer:
         """The tokenizer of a server that is ready. Raises ApiError (503) of one that is not."""
         reason = self.not_ready()
@@ -95,6 +113,8 @@ def create_app(front: Front) -> FastAPI:
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(EngineGone, _engine_gone)
+    app.add_exception_handler(ClientDisconnect, _hung_up)
+    app.add_exception_handler(Exception, _unforeseen)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -106,14 +126,12 @@ def create_app(front: Front) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {
-            "id": front.model_name,
-            "object": "model",
-            "created": int(front.started),
-            "owned_by": "slipstream",
-            "max_model_len": front.max_context_tokens,
-        }
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [front.model()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        front.check_model(name)
+        return front.model()
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -164,6 +182,16 @@ async def _engine_gone(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(ApiError(503, str(error), code="engine_gone").body(), 503)
 
 
+async def _hung_up(_: Request, __: Exception) -> Response:
+    return Response(status_code=HUNG_UP)  # nobody is there to read it
+
+
+async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
+    """A defect of ours. Starlette raises it again after the answer, and uvicorn logs the traceback."""
+    message = f"internal error ({type(error).__name__}); the server's log has the traceback"
+    return JSONResponse(ApiError(500, message, code="internal_error").body(), 500)
+
+
 # ---- one request
 
 
@@ -175,7 +203,7 @@ async def _answer(front: Front, endpoint: Endpoint, http: Request) -> Response:
         return StreamingResponse(_events(front, job), media_type="text/event-stream", headers=headers)
     deltas = await _unless_disconnected(http, _collect(front, job))
     if deltas is None:
-        return Response(status_code=499)  # nobody is there to read it
+        return Response(status_code=HUNG_UP)  # nobody is there to read it
     return JSONResponse(job.answer.whole(deltas, job.generation))
 
 
@@ -195,9 +223,9 @@ def _admit(front: Front, endpoint: Endpoint, body: Any, arrived: float) -> Job:
     """Checks a request and turns its prompt into ids. Raises ApiError."""
     tokenizer = front.usable_tokenizer()
     request = parse(endpoint, body)
-    if request.model is not None and request.model != front.model_name:
-        message = f"model {request.model!r} is not served here; {front.model_name!r} is"
-        raise ApiError(404, message, param="model", code="model_not_found")
+    if request.model is not None:
+        front.check_model(request.model)
+    _check_stop_ids(request.params.stop_token_ids, front.client.settings.get("vocab_size"))
     prompt_ids = _prompt_ids(tokenizer, request)
     context, given = front.max_context_tokens, request.params.max_tokens
     if len(prompt_ids) >= context:
@@ -235,6 +263,13 @@ def _admit(front: Front, endpoint: Endpoint, body: Any, arrived: float) -> Job:
         ),
         arrived=arrived,
     )
+
+
+def _check_stop_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
+    unknown = [i for i in ids if vocab_size is not None and i >= vocab_size]
+    if unknown and vocab_size is not None:
+        message = f"stop_token_ids holds {unknown[0]}; the model's token ids are 0 to {vocab_size - 1}"
+        raise ApiError(400, message, param="stop_token_ids")
 
 
 def _prompt_ids(tokenizer: ChatTokenizer, request: GenerationRequest) -> list[int]:
@@ -348,4 +383,4 @@ async def _trace(front: Front, http: Request) -> Response:
         data = await _unless_disconnected(http, traced())
     except RequestRefused as error:
         raise ApiError(400, str(error)) from error
-    return Response(data or b"", media_type="application/octet-stream", status_code=200 if data else 499)
+    return Response(data or b"", media_type="application/octet-stream", status_code=200 if data else HUNG_UP)

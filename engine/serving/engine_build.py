@@ -139,6 +139,7 @@ def effective_settings(
         "verify_width": config.num_steps + 1,
         "slots": [slot_name(slot) for slot in engine.runner.feature_plan.slots],
         "captured_slots": [slot_name(slot) for slot in engine.runner.capture],
+        "vocab_size": engine.target.config.vocab_size,
         "dtype": str(engine.runner.cache.layers[0].dtype).removeprefix("torch."),
         "device": config.device,
         "max_context_tokens": config.max_context_tokens,

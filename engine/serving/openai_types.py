@@ -73,6 +73,7 @@ def parse(endpoint: Literal["chat", "completion"], body: Any) -> GenerationReque
     """Checks a decoded JSON body field by field. Raises ApiError (400) that names the first bad one."""
     if not isinstance(body, Mapping):
         raise ApiError(400, f"the request body is a JSON {_json_type(body)}; it must be an object")
+    _check_texts(body)
     special = {"messages", "max_completion_tokens", "top_logprobs"} if endpoint == "chat" else {"prompt"}
     known = {*_READERS, "logprobs", *special}
     for name, value in body.items():
@@ -117,6 +118,23 @@ def parse(endpoint: Literal["chat", "completion"], body: Any) -> GenerationReque
         continuous_usage=bool(options.get("continuous_usage_stats")),
         **values,
     )
+
+
+def _check_texts(body: Any) -> None:
+    """Refuses half a surrogate pair in any text: JSON can say it, but it is no character and no tokenizer takes it."""
+    left = [("", body)]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, str) and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            shown = ascii(where)[1:-1]
+            message = f"{shown} holds a lone surrogate (half a character, \\ud800 to \\udfff): it is not valid text"
+            raise ApiError(400, message, param=shown)
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                name = f"{where}.{key}" if where else key
+                left += [(name, inner), (name, key)]
+        elif isinstance(value, list):
+            left += [(f"{where}[{i}]", inner) for i, inner in enumerate(value) if isinstance(inner, str | dict | list)]
 
 
 # ---- one reader a kind of value; null and a missing field are the same

@@ -9,9 +9,9 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
 BAD: list[tuple[str, list[Any]]] = [
-    ("temperature", [-0.1, math.nan, math.inf, 1e-5, True, "1", None]),
+    ("temperature", [-0.1, math.nan, math.inf, 10**400, 1e-5, True, "1", None]),
     ("top_k", [-1, 1.5, True, None, 2**63]),
-    ("top_p", [0, 0.0, -0.2, 1.0001, math.nan, math.inf, True, None]),
+    ("top_p", [0, 0.0, -0.2, 1.0001, 10**400, math.nan, math.inf, True, None]),
     ("seed", [1.0, True, "7", 2**63, -(2**63) - 1]),
     ("max_tokens", [0, -3, 1.0, True, None]),
     ("stop_token_ids", [[1, 2], (1, -2), (1.0,), 5, (True,)]),

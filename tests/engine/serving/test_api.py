@@ -246,6 +246,74 @@ def test_malformed_json_is_a_400(body):
     talk(script)
 
 
+def test_the_served_model_answers_to_its_name():
+    async def script(http, front, engine):
+        front.model_name = "org/m"
+        assert (await http.get("/v1/models/org/m")).json() == (await http.get("/v1/models")).json()["data"][0]
+        other = await http.get("/v1/models/other")
+        assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+
+    talk(script)
+
+
+def test_half_a_character_never_reaches_the_tokenizer():
+    async def script(http, front, engine):
+        for path, body in (
+            ("completions", b'{"prompt": "\\ud800"}'),
+            ("chat/completions", b'{"messages": [{"role": "user", "content": "\\ud800"}]}'),
+        ):
+            answer = await http.post(f"/v1/{path}", content=body)
+            assert answer.status_code == 400
+            assert "lone surrogate" in answer.json()["error"]["message"]
+
+    talk(script)
+
+
+def test_stop_tokens_that_the_model_does_not_have_are_refused():
+    async def script(http, front, engine):
+        front.client.settings["vocab_size"] = 256
+        answer = await http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [255, 256]})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "stop_token_ids"
+        assert "256; the model's token ids are 0 to 255" in answer.json()["error"]["message"]
+        answer = await http.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [255]})
+        assert answer.status_code == 200
+
+    talk(script)
+
+
+def test_a_defect_of_ours_is_answered_in_openais_form_and_raised(monkeypatch):
+    async def script(http, front, engine):
+        monkeypatch.setattr(front.tokenizer, "encode", lambda text: 1 / 0, raising=False)
+        with pytest.raises(ZeroDivisionError):  # so that uvicorn logs it
+            await http.post("/v1/completions", json={"prompt": "a"})
+        http._transport.raise_app_exceptions = False
+        answer = await http.post("/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "ZeroDivisionError" in answer.json()["error"]["message"]
+
+    talk(script)
+
+
+def test_a_client_that_hangs_up_while_it_sends_is_no_defect():
+    async def script(http, front, engine):
+        parts = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+        sent = []
+
+        async def receive():
+            return next(parts)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+        await http._transport.app(scope, receive, send)
+        assert sent[0]["status"] == 499
+
+    talk(script)
+
+
 def test_unknown_routes_and_methods_answer_in_openais_form():
     async def script(http, front, engine):
         for method, path, status in (

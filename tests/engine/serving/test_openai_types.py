@@ -1,5 +1,7 @@
 """Every request field is understood or refused by its name; none is ignored."""
 
+import json
+
 import pytest
 
 from slipstream.engine.serving.openai_types import ApiError, parse
@@ -62,8 +64,10 @@ def test_a_misspelt_field_names_its_neighbour():
         ("temperature", True),
         ("temperature", -1),
         ("temperature", float("nan")),
+        ("temperature", 10**400),
         ("top_p", 0),
         ("top_p", 1.5),
+        ("top_p", 10**400),
         ("top_k", 1.5),
         ("top_k", -2),
         ("seed", "a"),
@@ -83,6 +87,32 @@ def test_a_misspelt_field_names_its_neighbour():
 )
 def test_wrong_values_are_refused_by_name(field, value):
     assert refusal("completion", {**TEXT, field: value}).param == field
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "param"),
+    [
+        ("completion", {"prompt": "a\ud800"}, "prompt"),
+        ("completion", {"prompt": ["\udfff"]}, "prompt[0]"),
+        ("completion", {"prompt": "a", "stop": ["b", "\ud800"]}, "stop[1]"),
+        ("completion", {"prompt": "a", "\ud800": 1}, "\\ud800"),
+        ("chat", {"messages": [{"role": "user", "content": "\udc00"}]}, "messages[0].content"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}]},
+            "messages[0].content[0].text",
+        ),
+    ],
+)
+def test_half_a_character_is_refused_by_name(endpoint, body, param):
+    error = refusal(endpoint, body)
+    assert "lone surrogate" in error.message
+    assert error.param == param
+    json.dumps(error.body(), ensure_ascii=False).encode()
+
+
+def test_whole_characters_beyond_16_bits_pass():
+    assert parse("completion", {"prompt": json.loads('"\\ud83d\\ude00"')}).prompt == "\U0001f600"
 
 
 def test_a_body_that_is_no_object_is_refused():
