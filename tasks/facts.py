@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from slipstream.engine.capture import default_slots, slot_name
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
-from slipstream.engine.model_config import ModelConfig
-from slipstream.tasks.manifest import MANIFEST, read_json
+from slipstream.engine.model_config import ModelConfig, check_architecture
+from slipstream.tasks.manifest import MANIFEST, DamagedManifest, read_json, read_manifest
 from slipstream.tasks.target_sources import check_complete
+from slipstream.tasks.target_whole import check_whole
 from slipstream.tasks.wheel_target import IMPORT_VERSION
 
 if TYPE_CHECKING:
@@ -143,7 +144,11 @@ def gather(
         try:
             if deployment.target.kind == "local":
                 check_complete(target_dir)
-            target = ModelConfig.from_dir(target_dir)
+            found = ModelConfig.from_dir(target_dir)
+            check_architecture(found, target_dir)
+            if deployment.target.kind == "local" or target_dir.parent == workdir / "resolve":
+                check_whole(target_dir)
+            target = found
         except SlipstreamError as error:
             problem, words = error.found, "unknown: this is not a target that we can serve"
     elif deployment.target.kind == "local":
@@ -168,8 +173,11 @@ def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, 
     target = deployment.target
     manifest = workdir / "resolve" / MANIFEST
     stale = ""
-    if manifest.is_file():
-        recorded = read_json(manifest)
+    try:
+        recorded = read_manifest(manifest.parent)
+    except (FileNotFoundError, NotADirectoryError, DamagedManifest):
+        recorded = None  # a damaged one says nothing here: resolve is made again
+    if recorded is not None:
         stale = _other_target(recorded.get("config", {}), deployment)
         named = recorded.get("figures", {}).get("model_dir")
         # The working directory may have been moved as a whole since: look beside the manifest, too.

@@ -30,10 +30,11 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+WEIGHTS = (4).to_bytes(8, "little") + b"{}  "  # a whole safetensors file without a tensor
 
 
 class World:
-    """A directory with a target (its weights are only bytes), a deployment file and a working directory.
+    """A directory with a target (its weights are only a header), a deployment file and a working directory.
 
     Args:
         root: an empty directory.
@@ -44,7 +45,7 @@ class World:
         self.root, self.target, self.workdir = root, root / "target", root / "work"
         self.target.mkdir()
         (self.target / "config.json").write_text(json.dumps(CONFIG))
-        (self.target / "model.safetensors").write_bytes(b"weights")
+        (self.target / "model.safetensors").write_bytes(WEIGHTS)
         (self.target / "tokenizer.json").write_text("{}")
         (self.target / "chat_template.jinja").write_text("{{ messages }}")
         self.file = root / "deployment.yaml"

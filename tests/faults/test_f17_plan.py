@@ -7,7 +7,10 @@ from types import ModuleType
 import pytest
 
 CHANGES = {
-    "target weights or config": ("model.safetensors", b"WEIGHTS"),  # of the same size: only the content tells
+    "target weights or config": (
+        "model.safetensors",
+        (4).to_bytes(8, "little") + b"  {}",
+    ),  # of the same size: only the content tells
     "tokenizer": ("tokenizer.json", b'{"added_tokens": []}'),
     "chat template": ("chat_template.jinja", b"{{ messages | tojson }}"),
 }

@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -129,6 +129,47 @@ def test_a_target_that_the_engine_cannot_run(tmp_path: Path, left_over: ModuleTy
     (world.target / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
     (error,) = world.plan().errors
     assert "attention_bias" in error.found
+
+
+def edit_config(directory: Path, **values: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+TENSOR = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+WHOLE = len(TENSOR).to_bytes(8, "little") + TENSOR + bytes(8)
+UNSERVED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "architecture": (lambda d: edit_config(d, architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
+    "type": (lambda d: edit_config(d, hidden_size="64"), "hidden_size = '64'"),
+    "no heads": (lambda d: edit_config(d, num_attention_heads=0), "num_attention_heads = 0"),
+    "data cut": (lambda d: (d / "model.safetensors").write_bytes(WHOLE[:-1]), "its header says"),
+    "header cut": (lambda d: (d / "model.safetensors").write_bytes(WHOLE[:30]), "model.safetensors cannot be read"),
+    "empty": (lambda d: (d / "model.safetensors").write_bytes(b""), "model.safetensors cannot be read"),
+    "no header": (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "model.safetensors cannot be read"),
+    "tokenizer": (lambda d: (d / "tokenizer.json").write_text("{"), "tokenizer.json is not readable as JSON"),
+    "template": (lambda d: (d / "chat_template.jinja").unlink(), "has no chat template"),
+}
+
+
+@pytest.mark.parametrize("what", list(UNSERVED))
+@pytest.mark.parametrize("resolved", [False, True])
+def test_a_target_that_cannot_be_served(tmp_path: Path, left_over: ModuleType, what: str, resolved: bool) -> None:
+    world = left_over.World(tmp_path)
+    if resolved:
+        world.resolve()
+    damage, words = UNSERVED[what]
+    damage(world.target)
+    (error,) = world.plan().errors
+    assert error.check == "target"
+    assert words in error.found
+
+
+def test_whole_weights_and_a_template_in_the_tokenizers_options_are_fine(tmp_path: Path, left_over: ModuleType) -> None:
+    world = left_over.World(tmp_path)
+    (world.target / "model.safetensors").write_bytes(WHOLE)
+    (world.target / "chat_template.jinja").unlink()
+    (world.target / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert world.plan().errors == ()
 
 
 def test_a_prompt_file_with_a_broken_line(tmp_path: Path, left_over: ModuleType) -> None:
