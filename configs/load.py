@@ -145,9 +145,7 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo], problems: list[Probl
             if entry.value is not None:  # an empty section is one with nothing but defaults
                 problems.append(Problem(origin, f"{key} = {entry.value!r}", f"a section: keys of {key}, one a line"))
         elif key not in fields:
-            problems.append(
-                _unknown(key, origin, [*fields, *Deployment.model_fields] if len(keys) == 1 else list(fields))
-            )
+            problems.append(_unknown(key, origin, list(fields)))
         else:
             layer[key] = (entry.value, origin)
     return layer
@@ -177,6 +175,11 @@ def _from_overrides(overrides: Sequence[str], fields: Mapping[str, FieldInfo], p
         key, origin = key.strip(), Origin("--set", override)
         if not equals:
             problems.append(Problem(origin, f"--set {override} has no value", "--set section.field=value"))
+        elif key in Deployment.model_fields:
+            within = ", ".join(known.partition(".")[2] for known in fields if known.startswith(f"{key}."))
+            problems.append(
+                Problem(origin, f"{key} is a section, not a key", f"--set {key}.FIELD=value, FIELD one of {within}")
+            )
         elif key not in fields:
             problems.append(_unknown(key, origin, list(fields)))
         else:
@@ -201,8 +204,17 @@ def _value(text: str, field: FieldInfo, origin: Origin, problems: list[Problem])
 
 
 def _unknown(key: str, origin: Origin, known: Sequence[str]) -> Problem:
-    what = "a known section" if "." not in key else "a known key"
-    return Problem(origin, f"{key} is not {what}", f"the nearest known one is {nearest(key, known)}")
+    section, dot, _ = key.partition(".")
+    sections = list(Deployment.model_fields)
+    if not dot:
+        # The name of a section, misspelt, or that of a key without its section.
+        same = [name for name in known if name.partition(".")[2] == key]
+        near = nearest(key, same or sections)
+        return Problem(origin, f"{key} is not a known section", f"the nearest known one is {near}")
+    near = f"the nearest known one is {nearest(key, known)}"
+    if section not in sections:
+        near += f", the nearest section {nearest(section, sections)}"
+    return Problem(origin, f"{key} is not a known key", near)
 
 
 def _type_problems(error: ValidationError, provenance: Mapping[str, Origin]) -> list[Problem]:

@@ -156,7 +156,14 @@ def schema(
     if out is None:
         print(text)
     else:
-        out.write_text(text + "\n", encoding="utf-8")
+        try:
+            out.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SlipstreamError(
+                f"the schema cannot be written to {out}: {error.strerror or error}",
+                expected="a file in a directory that exists and can be written",
+                do="correct --out, or make its directory",
+            ) from None
 
 
 @app.command(

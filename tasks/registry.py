@@ -7,6 +7,7 @@ runs. Whoever changes what a stage writes raises its version here.
 
 import sys
 from collections.abc import Callable
+from difflib import SequenceMatcher
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,13 @@ from slipstream.tasks.target_sources import local_files
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
+
+
+class UnknownStage(SlipstreamError):
+    """A stage that does not exist: a wrong command line."""
+
+    exit_code = 2
+
 
 # What the sizes and costs of a served round depend on.
 _SERVED = ("server.dtype", "server.max_context_tokens", "server.block_size_tokens", "server.prefill_chunk_tokens")
@@ -151,9 +159,14 @@ _BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 def get_stage(name: str) -> Stage:
-    """The stage of that name. Raises SlipstreamError for an unknown name."""
+    """The stage of that name. Raises UnknownStage, which names the nearest one."""
     if name not in NAMES:
-        raise SlipstreamError(f"there is no stage {name!r}", expected=f"one of {', '.join(NAMES)}")
+        near = max(NAMES, key=lambda known: SequenceMatcher(None, name.lower(), known).ratio())
+        raise UnknownStage(
+            f"there is no stage {name!r}",
+            expected=f"one of {', '.join(NAMES)}",
+            do=f"the nearest one is {near}: `slipstream stage {near} CONFIG`",
+        )
     return _BY_NAME[name]
 
 

@@ -159,10 +159,11 @@ def test_a_stage_tells_a_person_what_it_does(
 
 
 def test_an_unknown_stage_is_an_error_with_the_known_ones(run: Run, tmp_path: Path, left_over: ModuleType) -> None:
-    code, _, err = run("stage", "xtract", left_over.World(tmp_path).file)
-    assert code == 1
-    assert "xtract" in err
-    assert "extract" in err
+    code, _, err = run("stage", "extrakt", left_over.World(tmp_path).file)
+    assert code == 2
+    assert "there is no stage 'extrakt'" in err
+    assert "expected: one of resolve, " in err
+    assert "do: the nearest one is extract: `slipstream stage extract CONFIG`" in err
 
 
 @pytest.mark.parametrize(
@@ -261,6 +262,14 @@ def test_schema_describes_the_demo(run: Run, tmp_path: Path) -> None:
     jsonschema.validate(yaml.safe_load(DEMO.read_text().replace("1.0e-3", "0.001")), schema)
     run("schema", "--out", tmp_path / "s.json")
     assert json.loads((tmp_path / "s.json").read_text()) == schema
+
+
+@pytest.mark.parametrize("below", ["", "nowhere/x.json"])
+def test_a_schema_that_cannot_be_written_is_told_in_words(run: Run, tmp_path: Path, below: str) -> None:
+    code, _, err = run("schema", "--out", tmp_path / below)
+    assert code == 1
+    assert f"the schema cannot be written to {tmp_path / below}" in err
+    assert "do: correct --out" in err
 
 
 def test_only_what_works_is_offered(run: Run) -> None:

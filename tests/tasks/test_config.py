@@ -203,6 +203,22 @@ def test_an_unknown_section(tmp_path: Path) -> None:
     assert "nearest known one is training.epochs" in error_of(deployment_file(tmp_path, "trainin:\n  epochs: 3\n"))
 
 
+@pytest.mark.parametrize("text", ["trainig:\n", "trainig: 2\n", "trainig:\n  epochs: 2\n", "trainig:\n  nothing: 2\n"])
+def test_a_misspelt_section_names_the_nearest_one(tmp_path: Path, text: str) -> None:
+    found = error_of(deployment_file(tmp_path, text))
+    assert "nearest section training" in found or "nearest known one is training\n" in found
+
+
+def test_a_set_of_a_whole_section(tmp_path: Path) -> None:
+    path = deployment_file(tmp_path, "")
+    found = error_of(path, ("training=2",))
+    assert "training is a section, not a key" in found
+    assert "--set training.FIELD=value, FIELD one of " in found
+    assert "epochs" in found
+    assert "nearest known one is training\n" in error_of(path, ("trainig=2",))
+    assert "nearest known one is training.epochs\n" in error_of(path, ("epochs=2",))
+
+
 def test_a_known_key_in_the_wrong_section(tmp_path: Path) -> None:
     text = error_of(deployment_file(tmp_path, "server:\n  verify_width: 3\n"))
     assert "nearest known one is speculation.verify_width" in text
@@ -238,6 +254,7 @@ def test_an_unknown_set(tmp_path: Path) -> None:
         ("training:\n  learning_rate: fast\n", "training.learning_rate = 'fast'", "a valid number"),
         ("training:\n  learning_rate: .nan\n", "training.learning_rate = nan", "a finite number"),
         ("host:\n  workdir: 3\n", "host.workdir = 3", "the path of a file or directory"),
+        ('host:\n  workdir: ""\n', "host.workdir = ''", "the path of a file or directory"),
         ("target:\n  source: pypi://x\n", "target.source = 'pypi://x'", "pypi://NAME==VERSION"),
     ],
 )
