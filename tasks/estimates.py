@@ -91,7 +91,12 @@ def _counted(manifest: Path) -> Tokens | None:
 def _earlier_seconds(workdir: Path) -> dict[str, float]:
     found = {}
     for manifest in workdir.glob(f"*/{MANIFEST}"):
-        value = read_json(manifest)
+        try:
+            value = read_json(manifest)
+        except SlipstreamError:
+            continue  # a damaged one says nothing here: its stage is made again
+        if not isinstance(value, dict):
+            continue
         if isinstance(value.get("seconds"), int | float) and value.get("stage") == manifest.parent.name:
             found[manifest.parent.name] = float(value["seconds"])
     return found

@@ -10,11 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json as read_json_file
 from slipstream.engine.files import sha256_file, write_atomic
 
 MANIFEST = "manifest.json"
 HASHED_ON_VERIFY_BYTES = 1 << 20  # files up to this size are hashed again on every check, larger ones only measured
+MANIFEST_KEYS = {"fingerprint": str, "identity": str, "config": dict, "inputs": dict, "files": dict, "figures": dict}
 TOOLS = ("slipstream", "torch", "transformers")
 
 
@@ -53,6 +55,35 @@ def read_json(path: Path) -> Any:
     """Reads JSON of a stage's directory, as `engine.files.read_json`: what is damaged there is made anew."""
     do = f"delete the folder {path.parent} and run again: its stage is repeated"
     return read_json_file(path, expected="a file written by Slipstream", do=do)
+
+
+class DamagedManifest(SlipstreamError):
+    """The manifest of a finished stage cannot be used; `problem` says what is wrong with it."""
+
+    def __init__(self, folder: Path, what: str) -> None:
+        self.problem = Problem(MANIFEST, what)
+        do = f"delete the folder {folder} and run again: its stage is repeated"
+        super().__init__(f"{folder / MANIFEST} is damaged: {what}", expected="the manifest of a finished stage", do=do)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a stage's directory, with every key that the stages' framework reads.
+
+    Raises FileNotFoundError when there is none, and DamagedManifest for one that was not written whole.
+    """
+    try:
+        value = read_json(folder / MANIFEST)
+    except SlipstreamError as error:
+        raise DamagedManifest(folder, "not readable as JSON") from error
+    if not isinstance(value, dict):
+        raise DamagedManifest(folder, "not an object")
+    for key, kind in MANIFEST_KEYS.items():
+        if not isinstance(value.get(key), kind):
+            raise DamagedManifest(folder, f"{key} is missing or not {'a text' if kind is str else 'an object'}")
+    for name, entry in value["files"].items():
+        if not (isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()):
+            raise DamagedManifest(folder, f"files.{name} has no bytes and sha256")
+    return value
 
 
 def index_files(folder: Path) -> dict[str, dict[str, Any]]:

@@ -61,7 +61,7 @@ class StageContext:
 
     def manifest(self, stage: str) -> dict[str, Any]:
         """The manifest of a stage named in `needs` (`manifest(...)["figures"]` holds what its run returned)."""
-        return mf.read_json(self.input(stage) / mf.MANIFEST)
+        return mf.read_manifest(self.input(stage))
 
     def progress(self, done: float, total: float, **fields: Any) -> None:
         """Reports `done` of `total` (any unit), with figures to show beside the bar."""
@@ -180,7 +180,10 @@ def stale_input(name: str, deployment: "Deployment", workdir: Path) -> str:
     folder = workdir / name
     if not (folder / mf.MANIFEST).is_file():
         return f"{name} has not run"
-    recorded = mf.read_json(folder / mf.MANIFEST)
+    try:
+        recorded = mf.read_manifest(folder)
+    except mf.DamagedManifest as error:
+        return f"{name} is damaged: {error.problem}"
     changed = _difference(recorded["config"], _config_subset(deployment, tuple(recorded["config"])))
     if changed:
         return f"{name} was made with other settings: {changed}"
@@ -191,7 +194,7 @@ def stale_input(name: str, deployment: "Deployment", workdir: Path) -> str:
         why = stale_input(upstream, deployment, workdir)
         if why:
             return why
-        if mf.read_json(workdir / upstream / mf.MANIFEST)["identity"] != identity:
+        if mf.read_manifest(workdir / upstream)["identity"] != identity:
             return f"{name} was made from an older {upstream}"
     return ""
 
@@ -213,7 +216,7 @@ def _run_locked(
     if stage.cached and not force:
         _finish_rename(key, partial, final)
         if not _why_needed(key, final):
-            figures = mf.read_json(final / mf.MANIFEST)["figures"]
+            figures = mf.read_manifest(final)["figures"]
             reporter.stage_finished(stage.name, status="skipped", seconds=0.0, figures=figures)
             return StageResult(stage.name, "skipped", 0.0, figures, final)
 
@@ -257,7 +260,7 @@ def _key(stage: Stage, deployment: "Deployment", workdir: Path) -> dict[str, Any
         "name": stage.name,
         "stage_version": stage.version,
         "config": _config_subset(deployment, stage.config_sections),
-        "inputs": {name: mf.read_json(workdir / name / mf.MANIFEST)["identity"] for name in stage.needs},
+        "inputs": {name: mf.read_manifest(workdir / name)["identity"] for name in stage.needs},
         "external": stage.external(deployment),
         "versions": mf.tool_versions(),
     }
@@ -267,7 +270,10 @@ def _why_needed(key: Mapping[str, Any], final: Path) -> str:
     """Why a finished directory is not the output for `key`; "" when it is."""
     if not (final / mf.MANIFEST).is_file():
         return "has not run"
-    recorded = mf.read_json(final / mf.MANIFEST)
+    try:
+        recorded = mf.read_manifest(final)
+    except mf.DamagedManifest as error:
+        return f"damaged: {error.problem}"
     if recorded["fingerprint"] != mf.digest(dict(key)):
         for part in ("config", "inputs", "external", "versions", "stage_version"):
             changed = _difference({part: recorded.get(part)}, {part: key[part]})
@@ -312,9 +318,10 @@ def _partial_dir(name: str, workdir: Path) -> Path:
 
 def _partial_fingerprint(partial: Path) -> str:
     try:
-        return mf.read_json(partial / PARTIAL)["fingerprint"]
+        recorded = mf.read_json(partial / PARTIAL)
     except (FileNotFoundError, SlipstreamError):
         return ""
+    return str(recorded.get("fingerprint", "")) if isinstance(recorded, dict) else ""
 
 
 def _finish_rename(key: Mapping[str, Any], partial: Path, final: Path) -> None:

@@ -234,6 +234,11 @@ def test_living_holder_of_the_workdir_is_named_and_a_dead_one_is_ignored(tmp_pat
         holder.wait()
 
 
+def test_an_empty_workdir_is_not_the_current_directory() -> None:
+    with pytest.raises(ValueError, match="the path of a file or directory"):
+        Deployment.model_validate({"host": {"workdir": ""}})
+
+
 @pytest.mark.parametrize("start_time", [None, 1.5, "1"])
 def test_a_lock_without_pid_and_start_time_is_stale(tmp_path: Path, start_time: object) -> None:
     a, _ = chain(Counter(), Counter())
@@ -313,13 +318,38 @@ def test_other_errors_are_not_taken_for_a_full_disk(tmp_path: Path) -> None:
     assert not is_disk_full(OSError(errno.ENOENT, "no such file"), tmp_path)
 
 
-def test_damaged_manifest_is_an_error_that_names_the_folder(tmp_path: Path) -> None:
-    a, _ = chain(Counter(), Counter())
+DAMAGED = ["{", "[]", "{}", '"text"', "null", '{"fingerprint": 3}', "files", b"\xff"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_manifest_is_damage_like_any_other(tmp_path: Path, content: str | bytes) -> None:
+    first = Counter()
+    a, b = chain(first, Counter())
     run_stage(a, deployment(), tmp_path)
-    (tmp_path / "a" / mf.MANIFEST).write_text("{")
-    with pytest.raises(SlipstreamError, match="not readable as JSON") as error:
-        run_stage(a, deployment(), tmp_path)
+    run_stage(b, deployment(), tmp_path)
+    manifest = tmp_path / "a" / mf.MANIFEST
+    if content == "files":
+        content = json.dumps({**mf.read_manifest(tmp_path / "a"), "files": {"file.txt": 5}})
+    manifest.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(mf.DamagedManifest) as error:
+        mf.read_manifest(tmp_path / "a")
     assert str(tmp_path / "a") in str(error.value)
+    statuses = pipeline_status((a, b), deployment(), tmp_path)
+    assert statuses[0].why.startswith("damaged: manifest.json: ")
+    assert [status.state for status in statuses] == ["needed", "needed"]
+    with pytest.raises(SlipstreamError, match="stage b cannot start: a is damaged: manifest"):
+        run_stage(b, deployment(), tmp_path)
+    assert run_stage(a, deployment(), tmp_path).status == "done"
+    assert run_stage(b, deployment(), tmp_path).status == "skipped"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_damaged_note_of_the_partial_directory_is_not_resumed(tmp_path: Path, content: str) -> None:
+    a, _ = chain(Counter(), Counter())
+    (tmp_path / "a.partial").mkdir()
+    (tmp_path / "a.partial" / "partial.json").write_text(content)
+    assert not stage_status(a, deployment(), tmp_path).resumable
+    assert run_stage(a, deployment(), tmp_path).status == "done"
 
 
 def test_every_stage_computes_with_the_threads_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
