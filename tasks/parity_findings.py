@@ -15,7 +15,7 @@ from slipstream.engine.runner import capture_states
 from slipstream.engine.trace import RequestTrace
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.parity_acceptance import AcceptanceFindings, compare_acceptance, offline_run_lengths
-from slipstream.tasks.parity_draft import DraftFindings, compare_drafts
+from slipstream.tasks.parity_draft import DraftFindings, compare_drafts, in_fp32
 from slipstream.tasks.parity_target import LogitFindings, SlotFinding, TargetReference, find_slots, trace_slots
 
 TARGET_CONVERSATIONS = 8  # each costs two passes of transformers
@@ -198,6 +198,7 @@ def examine(
     captured: dict[int, list[torch.Tensor]] = {}
     wanted: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
     drafts = DraftFindings(num_steps) if networks and num_steps else None
+    exact = {name: in_fp32(network) for name, network in networks.items()}
     acceptance: dict[str, AcceptanceFindings] = {}
     for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
         if number < TARGET_CONVERSATIONS:
@@ -208,7 +209,7 @@ def examine(
             for k, state in enumerate(expected.states):
                 wanted[k].append(state)
             if drafts:
-                compare_drafts(drafts, trace, networks, plan.select(trace.states))
+                compare_drafts(drafts, trace, exact, networks["export"], plan.select(trace.states))
         if drafts:
             _add_acceptance(acceptance, prompt, trace, target, networks["export"], plan, num_steps)
         progress(number + 1, len(prompts))

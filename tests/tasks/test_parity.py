@@ -57,7 +57,7 @@ def test_right_wiring_passes(world):
 def test_every_step_of_every_implementation_was_compared(world):
     networks = {"export": world.draft, "trainer": world.draft}
     found = examine(world.prompts, world.traces, world.target, world.reference, networks, SLOTS, K)
-    assert sorted(found.drafts.errors) == ["export", "server", "trainer"]
+    assert sorted(found.drafts.errors) == ["export", "rounding alone", "server", "trainer"]
     assert all(errors[0].rounds > 20 for errors in found.drafts.errors.values())
     assert found.acceptance["validation"].rounds > 20
     assert found.acceptance["validation"].differing_rounds == 0
@@ -120,3 +120,16 @@ def test_acceptance_that_differs_names_the_first_round(world):
     ]
     failures = world.failures(bent, skip={"drafts"})
     assert any("p0, round 0" in f and "offline accepts" in f for f in failures)
+
+
+def test_rounding_is_allowed_to_the_server_and_to_nobody_else(world):
+    networks = {"export": world.draft, "trainer": world.draft}
+    drafts = examine(world.prompts, world.traces, world.target, world.reference, networks, SLOTS, K).drafts
+    assert drafts.errors["export"][0].error < 1e-4 < drafts.errors["rounding alone"][0].error
+    drafts.errors["server"][0].squared = drafts.errors["server"][0].squared_reference * 0.2**2
+    assert drafts.wrong("server") == [1]
+    rounding = drafts.errors["rounding alone"][0]
+    rounding.squared = rounding.squared_reference * 0.15**2  # a draft that magnifies rounding this much
+    assert drafts.wrong("server") == []
+    drafts.errors["trainer"][0].squared = drafts.errors["trainer"][0].squared_reference * 0.01**2
+    assert drafts.wrong("trainer") == [1]
