@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slipstream.engine.errors import SlipstreamError
+
 if TYPE_CHECKING:  # naming slots must not load torch: `slipstream plan` names them within a second
     import torch
+
+
+class BadSlots(SlipstreamError, ValueError):
+    """Slots that a target does not have."""
+
+    def __init__(self, found: str, *, expected: str, do: str = "") -> None:
+        SlipstreamError.__init__(self, found, expected=expected, do=do)
 
 
 @dataclass(frozen=True)
@@ -22,9 +31,13 @@ class CapturePlan:
     def __post_init__(self) -> None:
         bad = [s for s in self.slots if not 0 <= s <= self.num_layers]
         if bad:
-            raise ValueError(f"slots {bad} are outside 0..{self.num_layers}: slot k is the state after k layers")
+            raise BadSlots(
+                f"slots {bad} are outside 0..{self.num_layers}",
+                expected=f"slots of a target of {self.num_layers} layers: slot k is the state after k layers",
+                do="correct the slots (capture.slots, --capture-slots), or take the target that they were made for",
+            )
         if len(set(self.slots)) != len(self.slots):
-            raise ValueError(f"slots {self.slots} name the same state twice")
+            raise BadSlots(f"slots {self.slots} name the same state twice", expected="each slot once")
 
     @property
     def teacher(self) -> int:

@@ -38,6 +38,19 @@ class EngineOptions:
     def check(self) -> None:
         """Sizes that can work, and a draft exactly when K > 0: neither is ignored. Raises SlipstreamError."""
         self.engine_config()
+        if self.threads is not None and self.threads < 1:
+            raise SlipstreamError(
+                f"threads = {self.threads}",
+                expected="1 or more",
+                do="raise --threads, or leave it out for torch's choice",
+            )
+        slots = self.capture_slots
+        if any(slot < 0 for slot in slots) or len(set(slots)) != len(slots):
+            raise SlipstreamError(
+                f"capture_slots = {list(slots)}",
+                expected="each slot once, from 0 (the embedding) to the target's number of layers",
+                do="correct --capture-slots",
+            )
         if self.num_steps > 0 and self.draft is None:
             raise SlipstreamError(
                 f"num_steps is {self.num_steps}, but there is no draft",

@@ -86,7 +86,7 @@ class Serving:
         watching = asyncio.create_task(self._watch())
         try:
             await self._server.serve(sockets=[self._listener])
-            was_ready = self._client.ready.is_set()
+            was_ready = self._front.tokenizer is not None  # the last thing to come: the engine alone serves nobody
             died = self._client.gone.is_set()  # it has not been asked to leave yet
             await self._client.stop()
         finally:

@@ -7,6 +7,7 @@ died while serving.
 import argparse
 import asyncio
 import errno
+import math
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from slipstream.engine.serving.engine_process import start_engine_process
 
 EXIT_COULD_NOT_START = 1
 BACKLOG = 512
+MAX_PORT = 65535
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,6 +44,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--diagnostics", action="store_true", help="serve /slipstream/trace")
     parser.add_argument("--shutdown-timeout-seconds", type=float, default=20.0, help="time for running requests to end")
     return parser.parse_args(arguments)
+
+
+def check_arguments(options: argparse.Namespace) -> None:
+    """What argparse cannot check, and the engine does not see. Raises SlipstreamError."""
+    if not 0 <= options.port <= MAX_PORT:
+        raise SlipstreamError(f"--port is {options.port}", expected=f"0 to {MAX_PORT}", do="choose another port")
+    seconds = options.shutdown_timeout_seconds
+    if not math.isfinite(seconds) or seconds < 0:
+        raise SlipstreamError(f"--shutdown-timeout-seconds is {seconds}", expected="a finite number, 0 or more")
+    file = options.state_file
+    if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK) and not file.is_dir()):
+        raise SlipstreamError(
+            f"--state-file {file} cannot be written",
+            expected="a file in a folder that exists and that we may write to",
+            do=f"make the folder {file.parent.absolute()}, or name another file",
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -94,8 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
+        check_arguments(options)
+        engine = engine_options(options)
         listener = bind(options.host, options.port)
-        process, connection = start_engine_process(engine_options(options))
+        process, connection = start_engine_process(engine)
     except SlipstreamError as error:
         print(f"slipstream server: {error}", file=sys.stderr)
         return EXIT_COULD_NOT_START

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.engine.capture import CapturePlan, default_slots, slot_name
+from slipstream.engine.errors import SlipstreamError
 
 
 def states(num_layers: int) -> dict[str, torch.Tensor]:
@@ -30,8 +31,9 @@ def test_plans_compare_by_name_and_order():
 
 @pytest.mark.parametrize("slots", [(2, 15, 31), (-1, 2, 3), (2, 2, 3)])
 def test_slots_that_cannot_be_are_refused(slots):
-    with pytest.raises(ValueError, match="slot"):
+    with pytest.raises(ValueError, match="slot") as error:
         CapturePlan(slots, num_layers=30)
+    assert isinstance(error.value, SlipstreamError)  # the server prints it without a traceback
 
 
 def test_teacher_is_the_state_before_the_final_norm():

@@ -121,7 +121,10 @@ def read_record(directory: Path) -> DraftRecord | None:
     if not path.is_file():
         return None
     own = _read_json(path)
-    return DraftRecord(TargetIdentity(**own["identity"]), Family(own["target_family"]), own["training_fingerprint"])
+    try:
+        return DraftRecord(TargetIdentity(**own["identity"]), Family(own["target_family"]), own["training_fingerprint"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad_record(path, error) from error
 
 
 def read_config(
@@ -143,9 +146,15 @@ def read_config(
     value = _read_json(directory / CONFIG)
     own = _read_json(directory / RECORD) if (directory / RECORD).is_file() else None
     if own is not None:
-        slots = tuple(slot_id(name) for name in own["slots"])
-        target_num_layers = own["target_num_layers"]
-        _check_ids(directory, value, CapturePlan(slots, target_num_layers), Family(own["target_family"]), skip)
+        try:
+            slots = tuple(slot_id(name) for name in own["slots"])
+            target_num_layers = int(own["target_num_layers"])
+            plan, family = CapturePlan(slots, target_num_layers), Family(own["target_family"])
+        except SlipstreamError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _bad_record(directory / RECORD, error) from error
+        _check_ids(directory, value, plan, family, skip)
     if slots is None or target_num_layers is None:
         raise SlipstreamError(
             f"{directory} has no {RECORD}: its config.json holds layer ids, which engines read differently",
@@ -196,8 +205,16 @@ def _check_ids(
         )
 
 
+def _bad_record(path: Path, error: Exception) -> SlipstreamError:
+    wrong = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"is damaged: {error}"
+    return SlipstreamError(f"{path} {wrong}", expected="the record that Slipstream writes beside a draft", do=_AGAIN)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return read_json(path, expected="a draft directory", do=_AGAIN)
+        value = read_json(path, expected="a draft directory", do=_AGAIN)
     except FileNotFoundError:
         raise SlipstreamError(f"{path} does not exist", expected="a draft directory", do=_AGAIN) from None
+    if not isinstance(value, dict):
+        raise SlipstreamError(f"{path} holds no JSON object", expected="a draft directory", do=_AGAIN)
+    return value

@@ -111,6 +111,26 @@ def test_round_trip_is_bitwise(tmp_path, switches, dtype):
     assert read_record(tmp_path / "draft") == RECORD
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda own: [], "holds no JSON object"),
+        (lambda own: {k: v for k, v in own.items() if k != "slots"}, "has no slots"),
+        (lambda own: {**own, "slots": 5}, "is damaged"),
+        (lambda own: {**own, "slots": ["two"]}, "is damaged"),
+        (lambda own: {**own, "slots": ["slot_99"]}, "are outside"),
+        (lambda own: {**own, "target_num_layers": None}, "is damaged"),
+        (lambda own: {k: v for k, v in own.items() if k != "identity"}, "has no identity"),
+    ],
+)
+def test_a_damaged_record_is_named(tmp_path, change, words):
+    save_draft(tmp_path, make_network(), RECORD)
+    file = tmp_path / "slipstream.json"
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(SlipstreamError, match=words):
+        _ = read_config(tmp_path), read_record(tmp_path)
+
+
 def test_names_shapes_and_dtypes_are_those_of_the_table(tmp_path):
     save_draft(tmp_path, make_network(dtype=torch.float32), RECORD, dtype=torch.bfloat16)
     tensors = load_file(tmp_path / "model.safetensors")

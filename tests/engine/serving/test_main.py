@@ -1,0 +1,67 @@
+"""What a server's command line cannot be ends it with a clear error, and a server that was never ready exits with 1."""
+
+import argparse
+import asyncio
+import json
+import socket
+import threading
+
+import pytest
+
+from slipstream.engine.serving.client import EngineClient
+from slipstream.engine.serving.front import EXIT_COULD_NOT_START, Serving
+from slipstream.engine.serving.main import main, parse_arguments
+from slipstream.engine.serving.protocol import Channel, Ready
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--port 99999", "--port is 99999"),
+        ("--port -1", "--port is -1"),
+        ("--threads 0", "threads = 0"),
+        ("--threads -3", "threads = -3"),
+        ("--shutdown-timeout-seconds nan", "--shutdown-timeout-seconds is nan"),
+        ("--shutdown-timeout-seconds inf", "--shutdown-timeout-seconds is inf"),
+        ("--shutdown-timeout-seconds -1", "--shutdown-timeout-seconds is -1"),
+        ("--capture-slots=-1", "capture_slots = [-1]"),
+        ("--capture-slots 2,2", "capture_slots = [2, 2]"),
+        ("--state-file /nowhere/at/all.json", "--state-file /nowhere/at/all.json"),
+    ],
+)
+def test_flags_that_cannot_be_end_with_an_error(flags, words, capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.engine.serving.main.start_engine_process", lambda _: pytest.fail("it was started"))
+    assert main(["--target", "/t", "--port", "0", *flags.split()]) == EXIT_COULD_NOT_START
+    error = capsys.readouterr().err
+    assert words in error
+    assert "expected:" in error
+
+
+def serve_with_a_quick_engine(options: argparse.Namespace) -> int:
+    """Exit code of a server whose engine is ready at once."""
+    ours, theirs = socket.socketpair()
+    channel = Channel(theirs)
+
+    def work() -> None:
+        channel.send(Ready({}))
+        channel.receive(wait=True)  # until it is told to stop
+        theirs.close()
+
+    async def run() -> int:
+        client = EngineClient(ours)
+        serving = Serving(options, socket.create_server(("127.0.0.1", 0)), client)
+        return await serving.run()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        return asyncio.run(run())
+    finally:
+        thread.join(10)
+
+
+def test_a_broken_tokenizer_means_that_it_could_not_start(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text("{")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert serve_with_a_quick_engine(parse_arguments(["--target", str(tmp_path)])) == EXIT_COULD_NOT_START
+    assert "no usable tokenizer" in capsys.readouterr().err
