@@ -25,13 +25,21 @@ def load_prompts(source: str) -> list[Prompt]:
     """Reads `data.prompts`: a path, or `builtin` for the set that ships with Slipstream.
 
     Raises SlipstreamError, naming the line, for anything that is not {"id", "category", "turns": [text, ...]}, for an
-    id that occurs twice, and for an empty file.
+    id that occurs twice, for an empty file, and, naming the byte, for one that is not UTF-8.
     """
     path = prompts_path(source)
     if not path.is_file():
         raise SlipstreamError(f"{path} does not exist", expected="a file of prompts", do="correct data.prompts")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SlipstreamError(
+            f"{path} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}",
+            expected="a file of prompts in UTF-8",
+            do="convert it (for instance `iconv -t UTF-8`) or correct that byte",
+        ) from error
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         prompt = _parse(line, f"{path}:{number}")

@@ -325,6 +325,14 @@ def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, words: str
     assert f"{file}:3" in error.value.found
 
 
+def test_prompts_that_are_not_utf8_are_named_with_the_byte(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"id": "caf\xe9"}\n')
+    with pytest.raises(SlipstreamError, match="not UTF-8: byte 0xe9 at offset 11") as error:
+        load_prompts(str(file))
+    assert str(file) in error.value.found
+
+
 def test_no_prompts_at_all(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="does not exist"):
         load_prompts(str(tmp_path / "nothing.jsonl"))
