@@ -229,7 +229,7 @@ class Room:
 def room(plan: Plan) -> list[Room]:
     """Disk and memory: what the coming run needs against what is there."""
     costed = [plan.costs[name] for name in plan.needed if name in plan.costs]
-    known = any(cost.disk_bytes for cost in costed) or not plan.needed
+    known = any(cost.disk_bytes or cost.memory_bytes for cost in plan.costs.values()) or not plan.needed
     most = max((cost.memory_bytes for cost in costed), default=0)
     place = existing_parent(plan.facts.workdir)
     return [

@@ -83,6 +83,32 @@ def test_nothing_is_guessed_of_an_unknown_target(tmp_path: Path, left_over: Modu
     assert "unknown until resolve" in text_of(plan)
 
 
+@pytest.mark.parametrize("name", ["resolve", "extract"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "3", '{"config": [], "figures": [], "seconds": 1}'])
+def test_a_damaged_manifest_does_not_end_the_plan(
+    tmp_path: Path, left_over: ModuleType, name: str, content: str
+) -> None:
+    world = left_over.World(tmp_path)
+    (world.workdir / name).mkdir(parents=True)
+    (world.workdir / name / "manifest.json").write_text(content)
+    plan = world.plan(stages=tuple(Stage(n, 1, (), ("target",), lambda _: {}) for n in ("resolve", "extract")))
+    status = next(status for status in plan.statuses if status.name == name)
+    assert status.why.startswith("damaged: manifest.json: ")
+    assert not plan.errors
+    assert as_dict(plan)["stages"]
+
+
+def test_room_of_a_known_target_is_told_although_what_runs_writes_nothing(
+    tmp_path: Path, left_over: ModuleType
+) -> None:
+    plan = left_over.World(tmp_path).plan(stages=(Stage("launch", 1, (), (), lambda _: {}, cached=False),))
+    assert plan.needed == ("launch",)
+    disk, memory = room(plan)
+    assert disk.needed == 0
+    assert memory.needed == plan.costs["launch"].memory_bytes > 0
+    assert "unknown" not in text_of(plan).partition("Room")[2]
+
+
 def test_stated_slots_need_no_target(tmp_path: Path, left_over: ModuleType) -> None:
     values = {"target": {"source": "hf://org/name@abc"}, "capture": {"slots": [1, 2]}}
     assert value_of(left_over.World(tmp_path, values).plan(), "capture slots") == "slot_1, slot_2"
