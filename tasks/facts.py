@@ -146,7 +146,7 @@ def gather(
                 check_complete(target_dir)
             found = ModelConfig.from_dir(target_dir)
             check_architecture(found, target_dir)
-            if deployment.target.kind == "local" or target_dir.parent == workdir / "resolve":
+            if deployment.target.kind == "local" or target_dir.absolute().parent == (workdir / "resolve").absolute():
                 check_whole(target_dir)
             target = found
         except SlipstreamError as error:

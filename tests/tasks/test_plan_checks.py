@@ -17,7 +17,7 @@ from slipstream.tasks import checks_machine
 from slipstream.tasks.checks import CHECKS, Contradictions, find, refuse
 from slipstream.tasks.checks_deployment import MAX_NUM_STEPS
 from slipstream.tasks.process import start_detached, stop_group
-from slipstream.tasks.stage import Stage
+from slipstream.tasks.stage import Stage, run_stage
 
 # id of the check, sections, words that the finding must hold
 CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
@@ -162,6 +162,21 @@ def test_a_target_that_cannot_be_served(tmp_path: Path, left_over: ModuleType, w
     (error,) = world.plan().errors
     assert error.check == "target"
     assert words in error.found
+
+
+def test_a_resolved_target_of_another_kind_below_a_relative_workdir(
+    tmp_path: Path, left_over: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    world = left_over.World(tmp_path, {"target": {"source": "hf://org/name@abc"}, "host": {"workdir": "work"}})
+    model = world.workdir / "resolve" / "model"
+    stage = Stage("resolve", 1, (), ("target",), lambda context: {"model_dir": str(model)})
+    run_stage(stage, world.plan().loaded.deployment, world.workdir)
+    shutil.copytree(world.target, model)
+    assert world.plan().errors == ()
+    (model / "model.safetensors").write_bytes(WHOLE[:-1])
+    (error,) = world.plan().errors
+    assert "its header says" in error.found
 
 
 def test_whole_weights_and_a_template_in_the_tokenizers_options_are_fine(tmp_path: Path, left_over: ModuleType) -> None:
