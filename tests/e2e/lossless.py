@@ -1,6 +1,7 @@
 """Speculation never changes the output, on a real model: tokens, logits and cache for every K, draft and batch size.
 
     python tests/e2e/lossless.py --target DIR [--draft DIR] [--prompts 32] [--tokens 128] [--threads 2]
+        [--samplings greedy "T=0.8 p=0.9" T=1]
 
 For each sampling the run without speculation in a batch of 8 is recorded; every other run must repeat it: K = 0 alone,
 and K = 1, 3, 5, 7 with the draft and with the oracle, alone and in a batch of 8. Where the probe finds that this CPU
@@ -279,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     target = load_target(args.target, EngineConfig().dtype)
@@ -291,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     probe = probe_model(target, draft)
     say(f"row-invariant: {probe.invariant} ({probe.detail})")
     findings: list[Findings] = []
-    for found in prove(Subject(target, draft, prompts, args.tokens)):
+    for found in prove(Subject(target, draft, prompts, args.tokens), args.samplings):
         findings.append(found)
         say(f"{found.case}: {found.answers_differ} of {found.answers} answers differ, {found.seconds:.0f} s")
     promise = "bit for bit" if probe.invariant else f"by gap, at most {GAP_ULPS} ulps"
