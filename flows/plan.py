@@ -150,22 +150,24 @@ def derived_values(plan: Plan) -> list[Derived]:
 def _of_target(plan: Plan) -> list[Derived]:
     """What needs the target's shapes."""
     facts, deployment = plan.facts, plan.loaded.deployment
-    target, slots = facts.target, facts.slots
-    if target is None or not slots:
+    target, stored, slots = facts.target, facts.stored_slots, facts.slots
+    if target is None or not slots or not stored:
         unknown = "unknown until resolve"
         how = "needs the target's config.json"
         names = ("capture slots", "hidden-state store", "KV cache", "draft parameters")
-        if slots:  # stated in the deployment: the names do not wait for the target, other engines' ids do
-            named = Derived("capture slots", _slot_words(slots), f"their ids in other engines are {unknown}")
+        if stored:  # stated in the deployment: the names do not wait for the target, other engines' ids do
+            named = Derived("capture slots", _slot_words(stored), f"their ids in other engines are {unknown}")
             return [named, *(Derived(name, unknown, how) for name in names[1:])]
         return [Derived(name, unknown, how) for name in names]
     rows = [
         Derived(
             "capture slots",
-            _slot_words(slots),
+            _slot_words(stored),
             f"states after that many of {target.num_layers} layers; teacher {slot_name(target.num_layers)}",
         )
     ]
+    if slots != stored:
+        rows.append(Derived("draft slots", _slot_words(slots), f"{facts.slots_key}: picked by name, in this order"))
     try:
         draft = derived.draft_config(deployment, target, slots)
     except SlipstreamError:
@@ -173,12 +175,12 @@ def _of_target(plan: Plan) -> list[Derived]:
     for engine, ids in derived.ids_for_engines(draft, target).items():
         rows.append(Derived(f"slots for {engine}", ids, "layer ids that make it capture the same states"))
     dtype = deployment.server.dtype  # states are captured as the server computes them
-    answer, other = derived.store_bytes_per_token(len(slots), target.hidden_size, dtype)
+    answer, other = derived.store_bytes_per_token(len(stored), target.hidden_size, dtype)
     rows.append(
         Derived(
             "hidden-state store",
             f"{answer} bytes a token of an answer, {other} elsewhere",
-            f"({len(slots)} slots + teacher) x {target.hidden_size} x {derived.BYTES[dtype]} bytes, no teacher "
+            f"({len(stored)} slots + teacher) x {target.hidden_size} x {derived.BYTES[dtype]} bytes, no teacher "
             f"elsewhere, and {derived.TOKEN_ID_AND_MASK_BYTES} of token id and mask",
         )
     )

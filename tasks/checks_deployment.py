@@ -132,9 +132,24 @@ def _concurrency(facts: Facts) -> Iterator[Finding]:
 
 
 def _slots_in_range(facts: Facts) -> Iterator[Finding]:
-    slots = facts.slots
-    if slots is None:
+    stored, read = facts.stored_slots, facts.deployment.draft.slots
+    if stored is None:
         return
+    yield from _named_well(facts, "capture.slots", stored)
+    if read is not None:
+        yield from _named_well(facts, "draft.slots", read)
+        missing = [s for s in read if s not in stored]
+        if missing:
+            yield Finding(
+                "slots",
+                f"{facts.say('draft.slots')}, but {facts.say('capture.slots')}: {missing} would not be stored",
+                "a draft that reads some of the stored slots, picked by name",
+                (f"write capture.slots: {sorted({*stored, *read})}", f"write other draft.slots, of {list(stored)}"),
+                "F2",
+            )
+
+
+def _named_well(facts: Facts, key: str, slots: tuple[int, ...]) -> Iterator[Finding]:
     depth = None if facts.target is None else facts.target.num_layers
     wrong = [s for s in slots if s < 0 or (depth is not None and s > depth)]
     twice = sorted({s for s in slots if slots.count(s) > 1})
@@ -142,9 +157,9 @@ def _slots_in_range(facts: Facts) -> Iterator[Finding]:
         what = f"{wrong} outside the target" if wrong else f"{twice} named twice"
         yield Finding(
             "slots",
-            f"{facts.say('capture.slots')}: slots {list(slots)}, {what}",
+            f"{facts.say(key)}: slots {list(slots)}, {what}",
             f"different states of 0 (embedding) to {'N' if depth is None else depth} (after the last layer)",
-            ("name the slots in capture.slots",),
+            (f"name the slots in {key}",),
         )
 
 

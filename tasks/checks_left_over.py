@@ -13,27 +13,29 @@ from slipstream.tasks.facts import IDS_KEY, DraftFacts, Facts
 
 def _slots_by_name(facts: Facts) -> Iterator[Finding]:
     """A store or a draft was made from other slots than the deployment names. Never compared by number or width."""
-    expected = facts.slot_names
-    if expected is None:
-        return
-    found: list[tuple[str, str, tuple[str, ...]]] = []
+    found: list[tuple[str, str, tuple[str, ...], str, tuple[int, ...] | None]] = []
     if facts.store is not None:
-        found.append((f"the hidden-state store {facts.store.path}", str(facts.store.path.parent), facts.store.slots))
+        store = facts.store
+        what = f"the hidden-state store {store.path}"
+        found.append((what, str(store.path.parent), store.slots, "capture.slots", facts.stored_slots))
     draft = facts.draft
     if draft is not None and "convert" not in facts.remade:
         slots = _draft_slots(draft, facts)
         if slots is not None:
-            found.append((f"the draft {draft.path}", str(draft.path.parent), tuple(map(slot_name, slots))))
-    for what, folder, names in found:
+            names = tuple(map(slot_name, slots))
+            found.append((f"the draft {draft.path}", str(draft.path.parent), names, facts.slots_key, facts.slots))
+    for what, folder, names, key, meant in found:
+        if meant is None:
+            continue
+        expected = tuple(map(slot_name, meant))
         for difference in slot_differences(names, expected):
             order = ", the same ones in another order" if difference.fault == "F3" else ""
             yield Finding(
                 "F2",
-                f"{what} holds slots {_numbers(names)}{order}; {facts.say('capture.slots')}, "
-                f"which are {_numbers(expected)}",
+                f"{what} holds slots {_numbers(names)}{order}; {facts.say(key)}, which are {_numbers(expected)}",
                 "the same slots in the same order, by name: any three slots are equally wide",
                 (
-                    f"write capture.slots: {_numbers(names)} to use it",
+                    f"write {key}: {_numbers(names)} to use it",
                     f"delete {folder} to make it again",
                     "give host.workdir another folder",
                 ),

@@ -118,6 +118,7 @@ class _Formulas:
 
     def __init__(self, facts: Facts, target: ModelConfig, draft: Eagle3Config, tokens: Tokens) -> None:
         self.deployment, self.target, self.draft, self.tokens = facts.deployment, target, draft, tokens
+        self.stored_slots = len(facts.stored_slots or ())
         size = derived.BYTES
         self.parameters = derived.target_parameters(target)
         self.weights = self.parameters * size[self.deployment.target.dtype]
@@ -154,7 +155,7 @@ class _Formulas:
 
     def extract(self) -> Cost:
         dtype = self.deployment.server.dtype  # states are captured as the server computes them
-        answer, other = derived.store_bytes_per_token(len(self.draft.slots), self.target.hidden_size, dtype)
+        answer, other = derived.store_bytes_per_token(self.stored_slots, self.target.hidden_size, dtype)
         disk = answer * self.tokens.answer_tokens + other * self.tokens.other_tokens
         seconds = 2 * self.parameters * self.tokens.total / OPERATIONS_PER_SECOND
         return Cost(seconds, disk, self.weights + (256 << 20))

@@ -88,9 +88,25 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
 
 
 def capture_plan(config: "Deployment", num_layers: int) -> CapturePlan:
-    """The slots of a deployment for a target with `num_layers` layers."""
+    """The slots that a deployment stores, for a target with `num_layers` layers."""
     slots = config.capture.slots
     return CapturePlan(default_slots(num_layers) if slots == "auto" else tuple(slots), num_layers)
+
+
+def draft_plan(config: "Deployment", stored: CapturePlan) -> CapturePlan:
+    """The slots that its draft reads, picked by name from the stored ones. Raises SlipstreamError (F2)."""
+    slots = config.draft.slots
+    if slots is None:
+        return stored
+    missing = [slot for slot in slots if slot not in stored.slots]
+    if missing:
+        raise SlipstreamError(
+            f"draft.slots = {list(slots)}, but the store keeps {list(stored.slots)}: {missing} are not among them",
+            expected="some of capture.slots, by name",
+            do="add them to capture.slots and extract again, or write other draft.slots",
+            fault="F2",
+        )
+    return CapturePlan(slots, stored.num_layers)
 
 
 def capture(

@@ -91,16 +91,22 @@ class Facts:
     remade: frozenset[str] = frozenset()
 
     @property
-    def slots(self) -> tuple[int, ...] | None:
-        """The slots of the deployment; None for `auto` while the target's depth is unknown."""
+    def stored_slots(self) -> tuple[int, ...] | None:
+        """The slots that the store keeps; None for `auto` while the target's depth is unknown."""
         slots = self.deployment.capture.slots
         if slots != "auto":
             return slots
         return None if self.target is None else default_slots(self.target.num_layers)
 
     @property
-    def slot_names(self) -> tuple[str, ...] | None:
-        return None if self.slots is None else tuple(slot_name(s) for s in self.slots)
+    def slots(self) -> tuple[int, ...] | None:
+        """The slots that the draft reads, in its order: what training picks by name, and what serving captures."""
+        return self.deployment.draft.slots or self.stored_slots
+
+    @property
+    def slots_key(self) -> str:
+        """The setting that `slots` came from."""
+        return "capture.slots" if self.deployment.draft.slots is None else "draft.slots"
 
     @property
     def draft_positions(self) -> int:

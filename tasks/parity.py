@@ -24,7 +24,7 @@ from slipstream.engine.trace import RequestTrace
 from slipstream.engine.training.checkpoint import load_network
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.conversations import read_conversations
-from slipstream.tasks.extract import CONVERSATIONS, capture_plan
+from slipstream.tasks.extract import CONVERSATIONS, capture_plan, draft_plan
 from slipstream.tasks.facts import DRAFT, PARITY
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
@@ -81,7 +81,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
             "export": load_draft(context.input("convert") / DRAFT, dtype),
             "trainer": load_network(context.input("train") / "checkpoint", dtype),
         }
-    slots = capture_plan(config, target.config.num_layers).slots
+    slots = draft_plan(config, capture_plan(config, target.config.num_layers)).slots
     prompts = parity_prompts(context, model_dir)
     plan = plan_server(
         context.workdir,

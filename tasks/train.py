@@ -41,7 +41,7 @@ from slipstream.engine.training.trainer import Trainer
 from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
 from slipstream.tasks.derived import draft_config
-from slipstream.tasks.extract import STORE, capture_plan, read_sample
+from slipstream.tasks.extract import STORE, capture_plan, draft_plan, read_sample
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import EVALUATION
@@ -151,7 +151,8 @@ def read_inputs(context: StageContext, model_dir: Path, model: ModelConfig, skip
     spec = StoreSpec.from_plan(plan, identity, model.hidden_size, dtype)
     store = HiddenStateStore(context.input("extract") / STORE, expect=spec, skip=skip)
     # The same as the configuration's, as the check above says; without it these are whatever was stored.
-    plan = CapturePlan(tuple(slot_id(name) for name in store.spec.slots), model.num_layers)
+    stored = CapturePlan(tuple(slot_id(name) for name in store.spec.slots), model.num_layers)
+    plan = draft_plan(config, stored)
     records = {r.id: r for r in read_conversations(context.input("regenerate") / CONVERSATIONS)}
     counts = {}
     for split in ("train", "holdout"):
