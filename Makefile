@@ -1,6 +1,7 @@
-# make demo   from a package to a benchmarked speculative server and back to a clean machine
-# make test   all tests
-# make clean  stop what a demo left running, remove what was made here
+# make demo      from a package to a benchmarked speculative server and back to a clean machine
+# make test      all tests
+# make incident  after make demo: the incident that this project exists for, found step by step in minutes
+# make clean     stop what a demo left running, remove what was made here
 #
 # Both set up .venv first, when it is missing or pyproject.toml has changed. VENV=DIR uses an environment of your own;
 # it is set up only if Slipstream is not installed there. PYTHON=python3.12 chooses the interpreter of a new one.
@@ -17,10 +18,13 @@ else
 READY := $(VENV)/bin/slipstream
 endif
 
-.PHONY: demo test clean
+.PHONY: demo test incident clean
 
 demo: $(READY)
 	$(VENV)/bin/slipstream run $(CONFIG)
+
+incident: $(READY)
+	$(VENV)/bin/python -P -m slipstream.tests.e2e.incident
 
 # Tiny models gain nothing from a second thread, and lose much where two test processes share the cores.
 test: $(READY)

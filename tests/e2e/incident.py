@@ -1,0 +1,230 @@
+"""The incident, step by step, on this machine: what took a team days, found in seconds. `make incident` runs it.
+
+    python -P -m slipstream.tests.e2e.incident [--demo runs/smollm2]
+
+Every step is a command of the product, and its exit code and words are asserted. Needs a finished `make demo`: target
+and answers are taken over from it; all else (a store of four slots, a draft on three of them, servers, a benchmark) is
+made here, in runs/incident. Ends with 1 when a step does not hold, and shows that step's whole output.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+CLEAN = "configs/incident-clean.yaml"
+WORKDIR = Path("runs/incident")  # of CLEAN
+LOGS = [f"configs/incident-logs/launch-{n}.log" for n in (1, 2, 3)]
+TAKEN_OVER = ("resolve", "regenerate")
+RANKS = 8
+POLL_SECONDS = 0.02
+PLAN_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did. processes: command lines of the processes that it started (not watched when live)."""
+
+    code: int
+    text: str
+    seconds: float
+    processes: Sequence[str] = ()
+
+    @property
+    def words(self) -> str:
+        """The text with frames of tables, spaces and line ends as single spaces."""
+        return re.sub(r"[\s│┃]+", " ", self.text)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command and what must come of it.
+
+    Args:
+        title: for the person who reads along.
+        arguments: of `slipstream`.
+        code: expected exit code.
+        words: regular expressions, each of which must be found in the output; what they found is shown.
+        check: further findings, as sentences; none where all holds.
+        live: show the output as it comes.
+    """
+
+    title: str
+    arguments: Sequence[str]
+    code: int = 0
+    words: Sequence[str] = ()
+    check: Callable[[Outcome], list[str]] | None = None
+    live: bool = False
+
+    def failures(self, outcome: Outcome) -> list[str]:
+        found = [] if outcome.code == self.code else [f"exit code {outcome.code}, expected {self.code}"]
+        found += [f"the output does not say /{w}/" for w in self.words if not re.search(w, outcome.words)]
+        return found + (self.check(outcome) if self.check and not found else [])
+
+
+def run(step: Step) -> Outcome:
+    """Runs `slipstream ARGUMENTS`."""
+    command = [sys.executable, "-P", "-m", "slipstream.flows.cli", *step.arguments]
+    began = time.monotonic()
+    if step.live:
+        lines: list[str] = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                lines.append(line)
+                print("    " + line, end="", flush=True)
+        return Outcome(process.returncode, "".join(lines), time.monotonic() - began)
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=None)
+        started: dict[int, str] = {}
+        while child.poll() is None:
+            started.update(_children(child.pid))
+            time.sleep(POLL_SECONDS)
+        seconds = time.monotonic() - began
+        output.seek(0)
+        return Outcome(child.returncode, output.read(), seconds, list(started.values()))
+
+
+def _children(pid: int) -> dict[int, str]:
+    try:
+        return {p.pid: " ".join(p.cmdline()) for p in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def quick_and_alone(outcome: Outcome) -> list[str]:
+    """A plan answers at once and starts nothing."""
+    found = []
+    if outcome.seconds >= PLAN_SECONDS:
+        found.append(f"it took {outcome.seconds:.1f} s, at most {PLAN_SECONDS:.0f} s were promised")
+    if outcome.processes:
+        found.append(f"it started {outcome.processes}")
+    return found
+
+
+def nothing_left_behind(_: Outcome) -> list[str]:
+    """No process of ours is left, and no server in the state files."""
+    own = [
+        p.info
+        for p in psutil.process_iter(["pid", "cmdline"])
+        if "slipstream.engine" in " ".join(p.info["cmdline"] or [])
+    ]
+    here = str(WORKDIR.absolute())
+    left = [f"{i['pid']}: {' '.join(i['cmdline'])}" for i in own if here in " ".join(i["cmdline"])]
+    return [f"still running: {left}"] if left else []
+
+
+def clean_run_holds(outcome: Outcome) -> list[str]:
+    """Figures of the clean lifecycle: parity passed, tau as predicted, speed-up above 1 or K = 0 with a named term."""
+    parity, bench, tune = figures("parity"), figures("benchmark"), figures("tune")
+    found = [] if parity["passed"] else ["parity did not pass"]
+    served = bench.get("served_num_steps")
+    if served == 0 and "why" not in tune:
+        found.append("K = 0 without a named term")
+    return found + nothing_left_behind(outcome)
+
+
+def figures(stage: str) -> dict[str, Any]:
+    """Figures in the manifest of a stage of WORKDIR."""
+    return json.loads((WORKDIR / stage / "manifest.json").read_text())["figures"]
+
+
+def log_is_silent(_: Outcome) -> list[str]:
+    """Silent corruption: nothing in the server's log would have told."""
+    log = next(iter(sorted(WORKDIR.glob("parity*.log"))), None)
+    if log is None:
+        return ["the server's log is not there"]
+    return ["the server's log says ERROR"] if "ERROR" in log.read_text(errors="replace") else []
+
+
+STEPS = (
+    Step(
+        "Launch 1 as it was: one step, sixteen draft tokens asked",
+        ["plan", "configs/incident-1.yaml"],
+        code=2,
+        words=[r"F1: .*?contradict"],
+        check=quick_and_alone,
+    ),
+    Step(
+        "The three logs: what was really served, what it cost, and what can be concluded",
+        ["explain-log", *LOGS, "--baseline-tok-s", "90", "--accuracy", "0.747"],
+        words=[r"1\.60? \(2\)", r"1\.90? \(16\)", r"1\.80? \(6\)", r"28\.2", r"40\.7", r"32\.8"],
+    ),
+    Step(
+        "The clean side: four slots stored, three read by name, trained, proved, served, measured",
+        ["run", CLEAN],
+        live=True,
+        check=clean_run_holds,
+    ),
+    Step(
+        "The wiring of the incident: trained on (0, 3, 15), served with (3, 15, 27)",
+        ["plan", CLEAN, "--set", "draft.slots=[3, 15, 27]", "--set", "speculation.num_steps=15"],
+        code=2,
+        words=[r"F2"],
+    ),
+    Step(
+        f"The state taken before its reduce, on {RANKS} ranks: tokens right, log silent, found by parity",
+        ["parity", CLEAN, "--inject", "F5:slot=0", "--set", f"server.tensor_parallel_size={RANKS}"],
+        code=3,
+        words=[r"slot 0"],
+        check=log_is_silent,
+        live=True,
+    ),
+)
+
+
+def take_over(demo: Path, console: Console) -> None:
+    """Copies the demo's target and answers, which are the same here. Exits with 1 when there is no finished demo."""
+    missing = [name for name in TAKEN_OVER if not (demo / name / "manifest.json").is_file()]
+    if missing:
+        console.print(f"[red]{demo} holds no {', '.join(missing)}[/]: run `make demo` first")
+        raise SystemExit(1)
+    for name in TAKEN_OVER:
+        if not (WORKDIR / name).exists():
+            WORKDIR.mkdir(parents=True, exist_ok=True)
+            shutil.copytree(demo / name, WORKDIR / f".{name}.partial", dirs_exist_ok=True)
+            (WORKDIR / f".{name}.partial").rename(WORKDIR / name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The incident, step by step.")
+    parser.add_argument("--demo", type=Path, default=Path("runs/smollm2"), help="working directory of a finished demo")
+    demo = parser.parse_args(arguments).demo
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    take_over(demo, console)
+    summary = Table(title="the incident, in seconds", show_lines=True)
+    for column in ("step", "exit", "s", "found"):
+        summary.add_column(column, justify="left" if column in ("step", "found") else "right")
+    began, failed = time.monotonic(), 0
+    for number, step in enumerate(STEPS, start=1):
+        console.print(f"\n[bold]{number}. {escape(step.title)}[/]\n  $ slipstream {escape(' '.join(step.arguments))}")
+        outcome = run(step)
+        failures = step.failures(outcome)
+        failed += bool(failures)
+        if failures or not step.live:
+            console.print(escape(outcome.text.rstrip()))
+        for sentence in failures:
+            console.print(f"  [bold red]does not hold[/]: {escape(sentence)}")
+        matches = [m.group(0) for w in step.words if (m := re.search(w, outcome.words))]
+        words = "; ".join(failures or matches) or "as expected"
+        summary.add_row(step.title, str(outcome.code), f"{outcome.seconds:.1f}", escape(words[:300]))
+    console.print(summary)
+    console.print(f"{len(STEPS) - failed} of {len(STEPS)} steps hold, {time.monotonic() - began:.0f} s in all")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
