@@ -196,7 +196,8 @@ sys.meta_path.insert(0, Refuse())
 def run_without(tmp_path: Path, blocked: set[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a Python that cannot import the blocked packages, with `arguments` as its command line."""
     (tmp_path / "sitecustomize.py").write_text(BLOCKER.format(blocked=blocked))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]  # the blocker first, then what we run from
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(
         [sys.executable, "-P", "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300
     )

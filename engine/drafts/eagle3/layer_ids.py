@@ -10,14 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
-
-
-class Engine(StrEnum):
-    """Engines whose drafts we write."""
-
-    VLLM = "vllm"
-    SGLANG = "sglang"
 
 
 class Family(StrEnum):
