@@ -22,6 +22,7 @@ from slipstream.tasks.bench_pairs import Pair, Side, measure_pairs
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.bench_transformers import TransformersProcess
 from slipstream.tasks.counters import read_settings
+from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.machine import describe_machine
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.process import STATE_SUFFIX, is_alive, read_record, tail
@@ -166,7 +167,7 @@ def compare_transformers(context: StageContext, url: str, prompts: list[Prompt])
     ratio: time of transformers / our time, a token. Above 1 we are faster.
     """
     config = context.config
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     tokenizer = ChatTokenizer(model_dir)
     threads = int(read_settings(url)["threads"])
     tokens = min(TRANSFORMERS_TOKENS, config.benchmark.max_new_tokens)

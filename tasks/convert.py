@@ -4,7 +4,6 @@ Writes draft/ (see `engine.drafts.eagle3.checkpoint`), reads it back and compare
 """
 
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.training.checkpoint import load_network
 from slipstream.engine.training.init import TargetWeights
 from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
-from slipstream.tasks.facts import DRAFT
+from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
 
@@ -34,7 +33,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     Args: skip: faults whose checks are off (tests of the faults only).
     """
     config = context.config
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     model = ModelConfig.from_dir(model_dir)
     dtype = getattr(torch, config.server.dtype)
     network = load_network(context.input("train") / "checkpoint", dtype)

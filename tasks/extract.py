@@ -5,7 +5,6 @@ Writes store/ (see `engine.hidden_store`). A killed run goes on behind the last 
 
 import time
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from slipstream.engine.runner import capture_states
 from slipstream.engine.store_manifest import StoreSpec
 from slipstream.engine.teacher_check import check_teacher
 from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
+from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.stage import StageContext
 
@@ -39,7 +39,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     Args: skip: faults whose checks are off (tests of the faults only).
     """
     config = context.config
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     target = load_target(model_dir, config.server.dtype)
     plan = capture_plan(config, target.config.num_layers)
     dtype = target.embed_tokens.weight.dtype

@@ -185,9 +185,9 @@ def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, 
         recorded = None  # a damaged one says nothing here: resolve is made again
     if recorded is not None:
         stale = _other_target(recorded.get("config", {}), deployment)
-        named = recorded.get("figures", {}).get("model_dir")
+        named = manifest.parent / str(recorded.get("figures", {}).get("model_dir", "none"))
         # The working directory may have been moved as a whole since: look beside the manifest, too.
-        for directory in (Path(named or "none"), manifest.parent / "model"):
+        for directory in (named, manifest.parent / "model"):
             if not stale and (directory / "config.json").is_file():
                 return directory, f"read from {directory / 'config.json'}", ""
     if target.kind == "pypi":
@@ -253,6 +253,12 @@ def _read_draft(path: Path) -> DraftFacts | None:
         max_position=config.get("max_position_embeddings"),
         identity=TargetIdentity(**own["identity"]) if "identity" in own else None,
     )
+
+
+def resolved_target(workdir: Path) -> Path:
+    """The directory that resolve made: told relative to its own, so that a copied or moved workdir holds its own."""
+    stage = workdir / "resolve"
+    return (stage / str(read_manifest(stage)["figures"]["model_dir"])).absolute()
 
 
 def _tuple(value: Any) -> tuple[int, ...] | None:

@@ -25,7 +25,7 @@ from slipstream.engine.training.checkpoint import load_network
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.extract import CONVERSATIONS, capture_plan, draft_plan
-from slipstream.tasks.facts import DRAFT, PARITY
+from slipstream.tasks.facts import DRAFT, PARITY, resolved_target
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
 from slipstream.tasks.parity_target import TargetReference
@@ -72,7 +72,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     config = context.config
     asked = config.speculation.num_steps
     num_steps = config.speculation.max_num_steps if asked == "auto" else asked
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     target = load_target(model_dir, config.server.dtype)
     networks: dict[str, Eagle3Network] = {}
     if num_steps:

@@ -16,6 +16,7 @@ from slipstream.engine.loader import load_target
 from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, append, resume_conversations
 from slipstream.tasks.dialogues import Answers, start_dialogues
+from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.manifest import write_atomic
 from slipstream.tasks.prompts import load_prompts
 from slipstream.tasks.registry import get_stage
@@ -34,7 +35,7 @@ def run(context: StageContext) -> dict[str, Any]:
     Figures: those of `describe`; turns_left_out, tokens_per_second (of this run); resumed (conversations kept from an
     interrupted run); sample (a decoded conversation, rich markup).
     """
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     tokenizer = ChatTokenizer(model_dir)
     dialogues = start_dialogues(load_prompts(context.config.data.prompts), tokenizer, context.config.data)
     unsorted = context.out / UNSORTED

@@ -47,7 +47,7 @@ def run(context: StageContext) -> dict[str, Any]:
     check_perplexity(value, context.config.gates.max_perplexity)
     return {
         # Where the stage's directory will stand when it is finished: it is renamed after this function.
-        "model_dir": str((context.workdir / context.stage / MODEL).absolute()),
+        "model_dir": MODEL,
         "source": source.origin,
         "identity": identity.to_dict(),
         "bytes": sum(path.stat().st_size for path in model.iterdir()),

@@ -16,8 +16,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse, slot_differences
 from slipstream.tasks.cleanup import READY_SUFFIX, check_port, gpu_baseline, stop_recorded
 from slipstream.tasks.counters import read_counters, read_settings
-from slipstream.tasks.facts import DRAFT
-from slipstream.tasks.manifest import MANIFEST, read_json
+from slipstream.tasks.facts import DRAFT, resolved_target
+from slipstream.tasks.manifest import read_json
 from slipstream.tasks.process import STATE_SUFFIX, Detached, ProcessIdentity, start_detached, tail
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def plan_server(
     capture_slots: tuple[int, ...] = (),
 ) -> ServerPlan:
     """The plan for serving what stages resolve and convert left in `workdir`."""
-    target = workdir / "resolve" / str(read_json(workdir / "resolve" / MANIFEST)["figures"]["model_dir"])
+    target = resolved_target(workdir)
     draft = workdir / "convert" / DRAFT if num_steps else None
     return ServerPlan(target, draft, num_steps, slots if num_steps else (), port, diagnostics, capture_slots)
 

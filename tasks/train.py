@@ -42,6 +42,7 @@ from slipstream.tasks.coloured_sample import coloured_sample
 from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
 from slipstream.tasks.derived import draft_config
 from slipstream.tasks.extract import STORE, capture_plan, draft_plan, read_sample
+from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import EVALUATION
@@ -89,7 +90,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     Args: skip: faults whose checks are off (tests of the faults only).
     """
     config = context.config
-    model_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    model_dir = resolved_target(context.workdir)
     model = ModelConfig.from_dir(model_dir)
     inputs = read_inputs(context, model_dir, model, skip)
     sample = check_masks(context, model_dir, inputs, skip)

@@ -13,7 +13,7 @@ from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.speed_forecast import SpeedForecast, expected_speed
 from slipstream.tasks.bench_prompts import benchmark_prompts
-from slipstream.tasks.facts import DRAFT
+from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.probe import probe_rounds
 from slipstream.tasks.registry import get_stage
@@ -62,7 +62,7 @@ def _measured(context: StageContext) -> dict[str, Any]:
     ks = [0, *(k for k in sorted(replayed) if k <= config.speculation.max_num_steps)]
     if ks[-1] < config.speculation.max_num_steps:
         context.warn(f"K above {ks[-1]} is not considered: held-out data were evaluated for {ks[-1]} steps")
-    target_dir = Path(context.manifest("resolve")["figures"]["model_dir"])
+    target_dir = resolved_target(context.workdir)
     tokenizer = ChatTokenizer(target_dir)
     prompts = [tokenizer.encode_chat(prompt.messages) for prompt in benchmark_prompts(config)]
     streams = config.benchmark.concurrency

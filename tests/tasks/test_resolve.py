@@ -17,6 +17,7 @@ from slipstream.configs.schema import Deployment
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import manifest as mf
 from slipstream.tasks import resolve, wheel_target
+from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.stage import run_stage, stage_status
 
 WHEEL = "tiny-model==1.0"
@@ -72,7 +73,7 @@ def test_a_wheel_becomes_a_directory_that_every_figure_describes(
 ) -> None:
     result = go(configure(sha256=sha))
     figures = result.figures
-    model = Path(figures["model_dir"])
+    model = resolved_target(tmp_path / "run")
     assert model == tmp_path / "run" / "resolve" / "model"
     assert {p.name for p in model.iterdir()} == {
         *("config.json", "generation_config.json", "model.safetensors"),
@@ -103,7 +104,7 @@ def test_unchanged_is_skipped_and_another_clone_does_not_download(
 
 def test_a_cache_that_lost_bytes_is_made_anew(configure: Configure, sha: str, tmp_path: Path) -> None:
     result = go(configure(sha256=sha))
-    weights = (Path(result.figures["model_dir"]) / "model.safetensors").resolve()
+    weights = ((result.dir / result.figures["model_dir"]) / "model.safetensors").resolve()
     weights.write_bytes(weights.read_bytes()[:-100])
     status = stage_status(resolve.STAGE, configure(sha256=sha), tmp_path / "run")
     assert status.state == "needed"
@@ -116,7 +117,7 @@ def test_flipped_bits_in_the_cache_are_found_by_hash(
 ) -> None:
     monkeypatch.setattr(mf, "HASHED_ON_VERIFY_BYTES", 0)  # so large that other checks only measure it
     result = go(configure(sha256=sha))
-    weights = (Path(result.figures["model_dir"]) / "model.safetensors").resolve()
+    weights = ((result.dir / result.figures["model_dir"]) / "model.safetensors").resolve()
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
@@ -192,7 +193,8 @@ def test_a_run_killed_half_way_is_started_over(
     (partial,) = (tmp_path / "cache" / "targets").iterdir()
     assert partial.name.endswith(".partial")
     (partial / "stray").write_text("from the run before")
-    model = Path(go(configure(sha256=sha)).figures["model_dir"])
+    result = go(configure(sha256=sha))
+    model = result.dir / result.figures["model_dir"]
     assert not (model / "stray").exists()
     assert not leftovers(tmp_path)
 
@@ -239,6 +241,13 @@ def test_a_really_full_disk_and_then_room(
     assert go(configure(sha256=sha)).status == "done"
 
 
+def test_a_copied_working_directory_holds_its_own_target(configure: Configure, sha: str, tmp_path: Path) -> None:
+    go(configure(sha256=sha))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=True)
+    shutil.rmtree(tmp_path / "run")
+    assert (resolved_target(tmp_path / "copy") / "config.json").is_file()
+
+
 # ---- a local directory, a hub revision
 
 
@@ -249,8 +258,8 @@ def local(chats: ModuleType, tiny: ModuleType, tmp_path: Path) -> Path:
 
 def test_a_local_directory_is_linked_not_copied(configure: Configure, local: Path) -> None:
     (local / "notes.py").write_text("raise SystemExit")
-    figures = go(configure(str(local))).figures
-    model = Path(figures["model_dir"])
+    result = go(configure(str(local)))
+    figures, model = result.figures, result.dir / result.figures["model_dir"]
     assert (model / "model.safetensors").resolve() == local / "model.safetensors"
     assert not (model / "notes.py").exists()
     assert figures["source"] == str(local)
