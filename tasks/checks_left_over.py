@@ -8,7 +8,8 @@ from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Re
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity, identity_differences, slot_differences
 from slipstream.tasks.contradictions import Check, Finding
-from slipstream.tasks.facts import IDS_KEY, DraftFacts, Facts
+from slipstream.tasks.draft_facts import IDS_KEY, DraftFacts
+from slipstream.tasks.facts import Facts
 
 
 def _slots_by_name(facts: Facts) -> Iterator[Finding]:

@@ -10,10 +10,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.engine.capture import default_slots, slot_name
+from slipstream.engine.capture import default_slots
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.model_config import ModelConfig, check_architecture
+from slipstream.tasks.draft_facts import DraftFacts, read_draft
 from slipstream.tasks.manifest import MANIFEST, DamagedManifest, read_json, read_manifest
 from slipstream.tasks.target_sources import check_complete
 from slipstream.tasks.target_whole import check_whole
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 # Weights are hashed to see whether they are still those of the extraction; above this size it would take too long here.
 HASHED_WEIGHTS_BYTES = 1 << 30
 HOLDOUT = "builtin-holdout"  # of benchmark.prompts: the held-out part of data.prompts
-IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 # What stages leave, as others find it.
 DRAFT = "draft"  # the draft's directory, in convert's
 PARITY = "parity.json"  # the measured figures, in parity's
@@ -38,27 +38,6 @@ class StoreFacts:
     path: Path
     slots: tuple[str, ...]
     identity: TargetIdentity
-
-
-@dataclass(frozen=True)
-class DraftFacts:
-    """A converted draft of an earlier run, or one put in its place.
-
-    Args:
-        path: its directory.
-        slots: by name, from slipstream.json; None when it has none (a draft made elsewhere).
-        top_level_ids: layer ids at the top of config.json, which vLLM reads; None when absent.
-        nested_ids: layer ids under `eagle_config`, which SGLang reads; None when absent.
-        max_position: positions of its rope table; None when config.json does not say.
-        identity: of the target that it was trained on, from slipstream.json.
-    """
-
-    path: Path
-    slots: tuple[str, ...] | None
-    top_level_ids: tuple[int, ...] | None
-    nested_ids: tuple[int, ...] | None
-    max_position: int | None
-    identity: TargetIdentity | None = None
 
 
 @dataclass(frozen=True)
@@ -75,6 +54,7 @@ class Facts:
         target_problem: why the target cannot be served; "" while nothing speaks against it.
         resolve_stale: why the resolved target is not of this deployment; "" when it is, or when nothing was resolved.
         store, draft: what earlier runs left, None where there is nothing.
+        given_draft: what draft.path holds; None where it holds no draft, or none is named.
         remade: stages that the coming run repeats; what they left is not used as it lies there. Empty at launch.
     """
 
@@ -88,6 +68,7 @@ class Facts:
     resolve_stale: str = ""
     store: StoreFacts | None = None
     draft: DraftFacts | None = None
+    given_draft: DraftFacts | None = None
     remade: frozenset[str] = frozenset()
 
     @property
@@ -169,7 +150,8 @@ def gather(
         target_problem=problem,
         resolve_stale=stale,
         store=_read_store(workdir / "extract" / "store"),
-        draft=_read_draft(workdir / "convert" / DRAFT),
+        draft=read_draft(workdir / "convert" / DRAFT),
+        given_draft=None if deployment.draft.path is None else read_draft(deployment.draft.path),
         remade=remade,
     )
 
@@ -239,35 +221,10 @@ def _read_store(path: Path) -> StoreFacts | None:
         ) from error
 
 
-def _read_draft(path: Path) -> DraftFacts | None:
-    if not (path / "config.json").is_file():
-        return None
-    config = read_json(path / "config.json")
-    own = read_json(path / "slipstream.json") if (path / "slipstream.json").is_file() else {}
-    nested = config.get("eagle_config") or {}
-    return DraftFacts(
-        path=path,
-        slots=_names(own.get("slots")),
-        top_level_ids=_tuple(config.get(IDS_KEY)),
-        nested_ids=_tuple(nested.get(IDS_KEY)),
-        max_position=config.get("max_position_embeddings"),
-        identity=TargetIdentity(**own["identity"]) if "identity" in own else None,
-    )
-
-
 def resolved_target(workdir: Path) -> Path:
     """The directory that resolve made: told relative to its own, so that a copied or moved workdir holds its own."""
     stage = workdir / "resolve"
     return (stage / str(read_manifest(stage)["figures"]["model_dir"])).absolute()
-
-
-def _tuple(value: Any) -> tuple[int, ...] | None:
-    return tuple(value) if isinstance(value, list) else None
-
-
-def _names(value: Any) -> tuple[str, ...] | None:
-    """Slots by name; a list of canonical ids is one of names, too."""
-    return tuple(slot_name(s) if isinstance(s, int) else str(s) for s in value) if isinstance(value, list) else None
 
 
 def prompts_path(name: str) -> Path:

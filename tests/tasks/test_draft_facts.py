@@ -1,0 +1,75 @@
+"""What is read of a draft's directory: ours, and one that another trainer left."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.draft_facts import read_draft
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def write(path: Path, value: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def test_our_own(tmp_path: Path, left_over: ModuleType) -> None:
+    path = left_over.World(tmp_path).draft((0, 3, 15))
+    draft = read_draft(path)
+    assert draft is not None
+    assert draft.slots == ("slot_0", "slot_3", "slot_15")
+    assert draft.slots_from == path / "slipstream.json"
+    assert (draft.top_level_ids, draft.nested_ids) == ((0, 3, 15), ())  # SGLang's Llama captures no slot 0
+    assert (draft.num_features, draft.target_hidden_size) == (3, 64)
+    assert (draft.target_num_layers, draft.target_family) == (left_over.LAYERS, "llama")
+    assert draft.step is None
+
+
+def test_a_checkpoint_of_another_trainer(tmp_path: Path) -> None:
+    path = tmp_path / "output_100k_sglang" / "4"
+    write(path / "config.json", {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": {IDS: [2, 30, 58]}})
+    draft = read_draft(path)
+    assert draft is not None
+    assert draft.step == 4
+    assert (draft.slots, draft.slots_from) == (None, None)  # nothing tells
+    assert (draft.top_level_ids, draft.nested_ids) == (None, (2, 30, 58))
+    assert draft.architecture == "LlamaForCausalLMEagle3"
+    write(path.parent / "slipstream.json", {"slots": [0, 3, 31]})
+    again = read_draft(path)
+    assert again is not None
+    assert again.slots == ("slot_0", "slot_3", "slot_31")
+    assert again.slots_from == path.parent / "slipstream.json"
+
+
+@pytest.mark.parametrize(
+    ("stage", "slots"), [("train", ("slot_0", "slot_3")), ("convert", ("slot_0", "slot_3")), ("extract", None)]
+)
+def test_the_manifest_of_the_training(tmp_path: Path, stage: str, slots: tuple[str, ...] | None) -> None:
+    """Of a stage that made a draft; the store of its features may hold more slots than it reads."""
+    write(tmp_path / "t" / "7" / "config.json", {})
+    write(tmp_path / "t" / "manifest.json", {"stage": stage, "figures": {"slots": ["slot_0", "slot_3"]}})
+    draft = read_draft(tmp_path / "t" / "7")
+    assert draft is not None
+    assert draft.slots == slots
+
+
+def test_capture_switched_off_and_malformed_ids(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "config.json", {"eagle_config": {"use_aux_hidden_state": False}})
+    write(tmp_path / "b" / "config.json", {"eagle_config": [2, 30, 58], IDS: "2,30,58"})
+    off, odd = read_draft(tmp_path / "a"), read_draft(tmp_path / "b")
+    assert off is not None
+    assert odd is not None
+    assert off.captures is False
+    assert odd.captures is True
+    assert (odd.top_level_ids, odd.nested_ids) == (None, None)
+
+
+def test_no_draft(tmp_path: Path) -> None:
+    assert read_draft(tmp_path) is None
+    write(tmp_path / "config.json", [1])
+    with pytest.raises(SlipstreamError, match="no JSON object"):
+        read_draft(tmp_path)
