@@ -6,8 +6,8 @@ import os
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -16,17 +16,16 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from slipstream.engine.chat import ChatTokenizer
-from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.serving.answers import DONE, Answer, event
+from slipstream.engine.serving.admission import Endpoint, Job, admit
+from slipstream.engine.serving.answers import DONE, event
 from slipstream.engine.serving.client import EngineClient, EngineGone, RequestRefused
-from slipstream.engine.serving.generation import Delta, Generation
+from slipstream.engine.serving.generation import Delta
 from slipstream.engine.serving.metrics import Metrics
-from slipstream.engine.serving.openai_types import ApiError, GenerationRequest, parse
+from slipstream.engine.serving.openai_types import ApiError
 from slipstream.engine.serving.protocol import Tokens, Traced
 
 MAX_BODY_BYTES = 32 << 20
 HUNG_UP = 499  # as nginx says it
-Endpoint = Literal["chat", "completion"]
 
 
 @dataclass
@@ -39,6 +38,7 @@ class Front:
         max_context_tokens: longest prompt + answer.
         diagnostics: whether /slipstream/trace exists.
         tokenizer: None until it is loaded.
+        chat_problem: why the chat template cannot be used, found when it was loaded; "" when it can.
         draining: no new requests: the server is about to end.
     """
 
@@ -47,9 +47,11 @@ class Front:
     max_context_tokens: int
     diagnostics: bool = False
     tokenizer: ChatTokenizer | None = None
+    chat_problem: str = ""
     draining: bool = False
     metrics: Metrics = field(default_factory=Metrics)
     started: float = field(default_factory=time.time)
+    tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def not_ready(self) -> str:
         """Why requests cannot be served now; "" when they can."""
@@ -93,18 +95,6 @@ class Front:
         if reason or self.tokenizer is None:
             raise ApiError(503, reason, code="not_ready")
         return self.tokenizer
-
-
-@dataclass
-class Job:
-    """One accepted request: what was asked, its prompt as ids, its answer in the making."""
-
-    endpoint: Endpoint
-    request: GenerationRequest
-    prompt_ids: list[int]
-    generation: Generation
-    answer: Answer
-    arrived: float
 
 
 def create_app(front: Front) -> FastAPI:
@@ -152,7 +142,7 @@ def create_app(front: Front) -> FastAPI:
     @app.get("/slipstream/settings")
     async def settings() -> dict[str, Any]:
         front.usable_tokenizer()
-        own = {"model": front.model_name, "pid": os.getpid()}
+        own = {"model": front.model_name, "pid": os.getpid(), "chat_problem": front.chat_problem}
         return {**front.client.settings, **own, "stats": await front.client.stats()}
 
     if front.diagnostics:
@@ -197,7 +187,7 @@ async def _unforeseen(_: Request, error: Exception) -> JSONResponse:
 
 async def _answer(front: Front, endpoint: Endpoint, http: Request) -> Response:
     arrived = time.perf_counter()
-    job = _admit(front, endpoint, await _json(http), arrived)
+    job = await admit(front, endpoint, await _json(http), arrived)
     if job.request.stream:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         return StreamingResponse(_events(front, job), media_type="text/event-stream", headers=headers)
@@ -217,73 +207,6 @@ async def _json(http: Request) -> Any:
         return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the request body is not valid JSON: {error}", code="invalid_json") from error
-
-
-def _admit(front: Front, endpoint: Endpoint, body: Any, arrived: float) -> Job:
-    """Checks a request and turns its prompt into ids. Raises ApiError."""
-    tokenizer = front.usable_tokenizer()
-    request = parse(endpoint, body)
-    if request.model is not None:
-        front.check_model(request.model)
-    _check_stop_ids(request.params.stop_token_ids, front.client.settings.get("vocab_size"))
-    prompt_ids = _prompt_ids(tokenizer, request)
-    context, given = front.max_context_tokens, request.params.max_tokens
-    if len(prompt_ids) >= context:
-        raise ApiError(
-            400,
-            f"the prompt has {len(prompt_ids)} tokens; the served context, answer included, is {context} tokens",
-            param="messages" if endpoint == "chat" else "prompt",
-            code="context_length_exceeded",
-        )
-    if request.max_tokens_given and len(prompt_ids) + given > context:
-        raise ApiError(
-            400,
-            f"the prompt has {len(prompt_ids)} tokens and max_tokens is {given}: together {len(prompt_ids) + given}; "
-            f"the served context is {context} tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    params = request.params
-    if not request.max_tokens_given:
-        params = replace(params, max_tokens=context - len(prompt_ids))
-    if endpoint == "chat" and not params.ignore_eos:  # the template's end of an answer ends it, as it does in training
-        params = replace(params, stop_token_ids=tuple({*params.stop_token_ids, *tokenizer.stop_token_ids}))
-    params = params.with_seed()
-    return Job(
-        endpoint=endpoint,
-        request=replace(request, params=params),
-        prompt_ids=prompt_ids,
-        generation=Generation(tokenizer, len(prompt_ids), request.stop, params.logprobs is not None),
-        answer=Answer(
-            endpoint,
-            front.model_name,
-            tokenizer,
-            str(front.client.settings.get("fingerprint", "")),
-            prompt_ids if request.return_token_ids else None,
-        ),
-        arrived=arrived,
-    )
-
-
-def _check_stop_ids(ids: tuple[int, ...], vocab_size: int | None) -> None:
-    unknown = [i for i in ids if vocab_size is not None and i >= vocab_size]
-    if unknown and vocab_size is not None:
-        message = f"stop_token_ids holds {unknown[0]}; the model's token ids are 0 to {vocab_size - 1}"
-        raise ApiError(400, message, param="stop_token_ids")
-
-
-def _prompt_ids(tokenizer: ChatTokenizer, request: GenerationRequest) -> list[int]:
-    if isinstance(request.prompt, list):
-        return request.prompt
-    try:
-        if request.messages is not None:
-            return tokenizer.encode_chat(request.messages)
-        prompt_ids = tokenizer.encode(request.prompt or "")
-    except SlipstreamError as error:
-        raise ApiError(400, f"{error.found}; expected {error.expected}", param="messages") from error
-    if not prompt_ids:
-        raise ApiError(400, "the prompt is empty", param="prompt")
-    return prompt_ids
 
 
 async def _deltas(front: Front, job: Job) -> AsyncGenerator[Delta]:
@@ -367,7 +290,7 @@ async def _trace(front: Front, http: Request) -> Response:
     """Runs a request with everything recorded; the answer is a safetensors file (see trace_file.pack_trace)."""
     body = await _json(http)
     endpoint: Endpoint = "chat" if isinstance(body, dict) and "messages" in body else "completion"
-    job = _admit(front, endpoint, body, time.perf_counter())
+    job = await admit(front, endpoint, body, time.perf_counter())
     if job.request.stream or job.request.stop:
         raise ApiError(400, "a trace is one file: stream and stop are not supported here", param="stream")
 

@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from slipstream.engine.chat import ChatTokenizer
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
 from slipstream.engine.serving.api import Front, create_app
 from slipstream.engine.serving.client import EngineClient
@@ -40,6 +41,16 @@ async def serve(
     Returns: the exit code.
     """
     return await Serving(options, listener, EngineClient(connection, process)).run()
+
+
+def find_chat_problem(tokenizer: ChatTokenizer) -> str:
+    """Why chats cannot be served with this tokenizer's template, tried on a chat of one word; "" when they can."""
+    try:
+        tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+        tokenizer.stop_token_ids  # noqa: B018  (reads the template's end of an answer)
+    except SlipstreamError as error:
+        return f"{error.found}; expected {error.expected}"
+    return ""
 
 
 class _Server(uvicorn.Server):
@@ -125,8 +136,9 @@ class Serving:
 
     async def _make_ready(self) -> None:
         tokenizer = await asyncio.to_thread(ChatTokenizer, self._options.target)
+        chat_problem = await asyncio.to_thread(find_chat_problem, tokenizer)
         await self._client.ready.wait()
-        self._front.tokenizer = tokenizer
+        self._front.tokenizer, self._front.chat_problem = tokenizer, chat_problem
         self._write_state("ready")
         self._announce()
 
@@ -138,6 +150,8 @@ class Serving:
         print(f"  {settings['dtype']}, context {settings['max_context_tokens']} tokens, {settings['threads']} threads")
         print(f"  row invariance: {'yes' if invariance['invariant'] else 'NO'}: {invariance['detail']}")
         print(f"  promise: {invariance['promise']}", flush=True)
+        if self._front.chat_problem:
+            print(f"  WARNING: text completions only, chats cannot be served: {self._front.chat_problem}", flush=True)
 
     def _write_state(self, status: str) -> None:
         if self._options.state_file is None:

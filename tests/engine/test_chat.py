@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slipstream.engine.chat import ChatTokenizer, mask_runs
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.front import find_chat_problem
 from slipstream.engine.text_stop import StopStrings, StreamDetokenizer
 from slipstream.tasks.coloured_sample import coloured_sample
 
@@ -63,6 +64,13 @@ def test_a_template_of_another_model_has_no_marks(make: Make) -> None:
     with pytest.raises(SlipstreamError, match="does not frame answers") as error:
         _ = make("foreign").marks
     assert error.value.fault == "F10"
+
+
+@pytest.mark.parametrize(("family", "words"), [("roles", ""), (None, "no chat template"), ("foreign", "frame answers")])
+def test_a_server_finds_out_at_its_start_whether_chats_can_be_served(make: Make, family: str, words: str) -> None:
+    found = find_chat_problem(make(family))
+    assert words in found
+    assert bool(found) == bool(words)
 
 
 def test_no_template_still_completes_text_but_refuses_chats(make: Make) -> None:

@@ -217,6 +217,39 @@ def test_a_template_that_refuses_is_the_clients_error():
     talk(script)
 
 
+def test_a_long_prompt_is_tokenised_without_holding_up_the_others():
+    async def script(http, front, engine):
+        release = threading.Event()
+        plain = front.tokenizer.encode
+
+        def slow(text):
+            assert release.wait(20), "the other request was held up"
+            return plain(text)
+
+        front.tokenizer.encode = slow
+        long = asyncio.create_task(http.post("/v1/completions", json={"prompt": "x" * 70_000}))
+        await asyncio.sleep(0)
+        while not front.tokenizing.locked():
+            await asyncio.sleep(0.01)
+        assert (await http.post("/v1/completions", json={"prompt": list(b"abc")})).status_code == 200
+        release.set()
+        answer = await long
+        assert answer.status_code == 400
+        assert "70000 tokens" in answer.json()["error"]["message"]
+
+    talk(script)
+
+
+def test_a_server_without_a_usable_template_serves_text_and_says_why_not_chats():
+    async def script(http, front, engine):
+        chat = await http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]})
+        assert chat.status_code == 400
+        assert "it is broken" in chat.json()["error"]["message"]
+        assert (await http.post("/v1/completions", json={"prompt": "ok"})).status_code == 200
+
+    talk(script, chat_problem="it is broken")
+
+
 def test_an_unlimited_answer_may_fill_the_context():
     async def script(http, front, engine):
         await http.post("/v1/completions", json={"prompt": "x" * 60})
