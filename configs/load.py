@@ -1,7 +1,8 @@
 """From a YAML file, the environment and `--set` to one Deployment, with the origin of every value.
 
-By rising priority: default, file, environment (`SLIPSTREAM_SECTION__FIELD`), `--set section.field=value`. An unknown
-key is an error in each of the three, and so is a value of the wrong type: nothing is ignored or converted.
+By rising priority: default, file (or the launch line of another engine), environment (`SLIPSTREAM_SECTION__FIELD`),
+`--set section.field=value`. An unknown key is an error in each of them, and so is a value of the wrong type: nothing is
+ignored or converted.
 """
 
 import os
@@ -19,7 +20,7 @@ from slipstream.configs.schema import ENV_DELIMITER, ENV_PREFIX, Deployment
 from slipstream.configs.yaml_source import parse_value, read_entries
 from slipstream.engine.errors import SlipstreamError
 
-Kind = Literal["default", "file", "environment", "--set"]
+Kind = Literal["default", "file", "command", "environment", "--set"]
 
 
 class DeploymentError(SlipstreamError):
@@ -30,7 +31,8 @@ class DeploymentError(SlipstreamError):
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value came from. `str()` gives `default`, `FILE:LINE`, `environment VARIABLE` or `--set KEY=VALUE`."""
+    """Where a value came from. `str()` gives `default`, `FILE:LINE`, `--flag (command)`, `environment VARIABLE`
+    or `--set KEY=VALUE`."""
 
     kind: Kind
     where: str = ""
@@ -38,6 +40,8 @@ class Origin:
     def __str__(self) -> str:
         if self.kind == "default":
             return "default"
+        if self.kind == "command":
+            return f"{self.where} (command)"
         return self.where if self.kind == "file" else f"{self.kind} {self.where}"
 
 
@@ -69,11 +73,38 @@ def load(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, 
         (found, expected, where).
     """
     fields = dict(known_fields())
+    problems: list[Problem] = []
+    return _merge(_from_file(Path(path), fields, problems), overrides, environ, fields, problems)
+
+
+def load_values(
+    values: Mapping[str, tuple[Any, Origin]], overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Loaded:
+    """Reads a deployment whose values come from elsewhere than a file, as from a launch line.
+
+    Args:
+        values: dotted key -> (value, where it came from); they stand in the file's place.
+        overrides, environ: as for `load`.
+
+    Raises: as `load` does.
+    """
+    fields = dict(known_fields())
+    problems = [_unknown(key, origin, list(fields)) for key, (_, origin) in values.items() if key not in fields]
+    return _merge(values, overrides, environ, fields, problems)
+
+
+def _merge(
+    first: "Mapping[str, tuple[Any, Origin]]",
+    overrides: Sequence[str],
+    environ: Mapping[str, str] | None,
+    fields: Mapping[str, FieldInfo],
+    problems: list[Problem],
+) -> Loaded:
+    """`first` below environment and `--set`, checked as a whole."""
     values: dict[str, Any] = {}
     provenance = {key: Origin("default") for key in fields}
-    problems: list[Problem] = []
     layers = (
-        _from_file(Path(path), fields, problems),
+        first,
         _from_environment(os.environ if environ is None else environ, fields, problems),
         _from_overrides(overrides, fields, problems),
     )

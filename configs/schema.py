@@ -1,4 +1,4 @@
-"""The schema of a deployment: ten frozen sections.
+"""The schema of a deployment: twelve frozen sections.
 
 `slipstream.configs.load.load` reads one from a YAML file, the environment and `--set`; `Deployment(...)` alone reads
 neither file nor environment, so that a test or a notebook gets exactly what it wrote.
@@ -8,7 +8,9 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from slipstream.configs.making import Capture, Data, Draft, Target, Training
+from slipstream.configs.nccl import Nccl
 from slipstream.configs.serving import Benchmark, Gates, Host, Server, Speculation
+from slipstream.configs.sglang import Sglang
 
 ENV_PREFIX = "SLIPSTREAM_"
 ENV_DELIMITER = "__"
@@ -23,7 +25,9 @@ __all__ = [
     "Draft",
     "Gates",
     "Host",
+    "Nccl",
     "Server",
+    "Sglang",
     "Speculation",
     "Target",
     "Training",
@@ -44,6 +48,8 @@ class Deployment(BaseSettings):
     training: Training = Field(default=Training(), description="How the draft is trained.")
     speculation: Speculation = Field(default=Speculation(), description="How far the draft runs ahead.")
     server: Server = Field(default=Server(), description="The server.")
+    sglang: Sglang = Field(default=Sglang(), description="What only SGLang has, with server.engine: sglang.")
+    nccl: Nccl = Field(default=Nccl(), description="Variables of NCCL, the library that sums over GPUs.")
     host: Host = Field(default=Host(), description="The machine and its folders.")
     benchmark: Benchmark = Field(default=Benchmark(), description="What is measured.")
     gates: Gates = Field(default=Gates(), description="What a run must reach.")

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
-from slipstream.configs.base import CountOrZero, Dtype, Fraction, LocalPath, PositiveFloat, PositiveInt, Section, Seed
+from slipstream.configs.base import CountOrZero, Fraction, LocalPath, PositiveFloat, PositiveInt, Section, Seed
 
 
 class Speculation(Section):
@@ -48,7 +48,10 @@ class Server(Section):
     prefill_chunk_tokens: PositiveInt = Field(
         default=256, description="Longest piece of a prompt that one step computes."
     )
-    dtype: Dtype = Field(default="bfloat16", description="Type in which the target and the draft are served.")
+    dtype: Literal["bfloat16", "float32", "float16"] = Field(
+        default="bfloat16",
+        description="Type in which the target and the draft are served; float16 by another engine alone.",
+    )
     after: Literal["stop", "keep"] = Field(
         default="stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
     )
@@ -58,6 +61,14 @@ class Server(Section):
     shutdown_timeout_seconds: PositiveFloat = Field(
         default=20.0, description="Wait for a polite end, in seconds, before the process group is killed."
     )
+
+    @field_validator("dtype")
+    @classmethod
+    def _served_by(cls, dtype: str, info: ValidationInfo) -> str:
+        """Our own engine has no float16: its kernels' promises are proved in bfloat16 and float32."""
+        if dtype == "float16" and info.data.get("engine") == "slipstream":
+            raise ValueError("'bfloat16' or 'float32': Slipstream's own engine serves no float16")
+        return dtype
 
 
 class Host(Section):

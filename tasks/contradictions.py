@@ -57,19 +57,32 @@ class Contradictions(SlipstreamError):
 
 @dataclass(frozen=True)
 class Check:
-    """A named check. `words` says in a sentence what it keeps from happening."""
+    """A named check.
+
+    Args:
+        id: its name; a fault of the incident where it catches one.
+        words: says in a sentence what it keeps from happening.
+        run: from facts to findings.
+        engines: values of `server.engine` that it concerns; mostly our own engine and its stages alone.
+    """
 
     id: str
     words: str
     run: Callable[[Facts], Iterable[Finding]]
+    engines: tuple[str, ...] = ("slipstream",)
 
 
 def run_checks(checks: Sequence[Check], facts: Facts, skip: Collection[str] = ()) -> list[Finding]:
-    """Runs every check, but for the ids in `skip`. Raises ValueError for an id that no check has."""
+    """Runs every check that concerns the engine, but for the ids in `skip`.
+
+    Raises ValueError for an id that no check has.
+    """
     unknown = set(skip) - {check.id for check in checks}
     if unknown:
         raise ValueError(f"no check is called {sorted(unknown)}; there are {[check.id for check in checks]}")
-    return [finding for check in checks if check.id not in skip for finding in check.run(facts)]
+    engine = facts.deployment.server.engine
+    wanted = [check for check in checks if check.id not in skip and engine in check.engines]
+    return [finding for check in wanted for finding in check.run(facts)]
 
 
 def refuse(findings: Sequence[Finding]) -> None:
