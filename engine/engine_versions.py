@@ -6,7 +6,7 @@ else (older, newer, a nightly, a build of one's own) is refused by name (F20): n
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
@@ -42,7 +42,7 @@ READ: dict[Engine, tuple[str, ...]] = {
     ),
     Engine.VLLM: ("0.24.0",),
 }
-# Releases read for single features alone (in SGLang: capture for comparison, token details over the OpenAI endpoints).
+# Releases read for single features alone (in SGLang: how states are captured, token details over the OpenAI endpoints).
 READ_IN_PART: dict[Engine, tuple[str, ...]] = {
     Engine.SGLANG: ("0.5.17", "0.5.19", "0.5.21", "0.5.22"),
     Engine.VLLM: (),
@@ -117,13 +117,14 @@ def release(engine: Engine, version: str | None) -> Version:
     return Version.parse(version)
 
 
-def neighbours(engine: Engine, version: str | None) -> tuple[str, ...]:
+def neighbours(engine: Engine, version: str | None, also: Sequence[str] = ()) -> tuple[str, ...]:
     """The releases that were read and that speak for a version: itself, or the next older and the next newer one.
 
+    Args: also: releases beside those of READ that were read for the matter at hand (see READ_IN_PART).
     Raises SlipstreamError (F20) for an unknown, older or newer version and for one that is no release.
     """
     asked = release(engine, version)
-    read = [Version.parse(text) for text in READ[engine]]
+    read = sorted(Version.parse(text) for text in (*READ[engine], *also))
     if asked in read:
         return (asked.text,)
     older, newer = [v for v in read if v < asked], [v for v in read if v > asked]
@@ -136,17 +137,20 @@ def neighbours(engine: Engine, version: str | None) -> tuple[str, ...]:
     return (older[-1].text, newer[0].text)
 
 
-def settled(engine: Engine, version: str | None, rule: Callable[[Version], T], what: str) -> T:
+def settled(
+    engine: Engine, version: str | None, rule: Callable[[Version], T], what: str, also: Sequence[str] = ()
+) -> T:
     """What a rule says for a version.
 
     Args:
         engine, version: as somebody wrote them.
         rule: gives the rule of one release that was read; its results are compared by `==`.
         what: the rule's subject, for the error ("the meaning of layer ids").
+        also: releases beside those of READ that were read for this rule (see READ_IN_PART).
 
     Raises SlipstreamError (F20) for what `neighbours` refuses, and for a release between two read ones that disagree.
     """
-    spoken = neighbours(engine, version)
+    spoken = neighbours(engine, version, also)
     results = [rule(Version.parse(text)) for text in spoken]
     if any(result != results[0] for result in results):
         older, newer = spoken

@@ -56,7 +56,7 @@ def _layer_ids(facts: Facts) -> Iterator[Finding]:
     for engine, place, ids in _id_lists(draft):
         rule = _rule(engine, facts)
         # An engine that finds no ids captures its three defaults, without a word.
-        captured = default_slots(layers) if ids is None else rule.slots(ids)
+        captured = default_slots(layers) if ids is None else rule.slots(ids, layers)
         if ids == ():
             continue  # written on purpose where an engine cannot serve the draft: it stops at an empty list
         shift = _shift(captured, meant)
@@ -86,7 +86,7 @@ def _draft_slots(draft: DraftFacts, facts: Facts) -> tuple[int, ...] | None:
         return tuple(_numbers(draft.slots))
     for engine, _, ids in _id_lists(draft):
         if ids is not None and facts.target is not None:
-            captured = _rule(engine, facts).slots(ids)
+            captured = _rule(engine, facts).slots(ids, facts.target.num_layers)
             return None if facts.slots is not None and _shift(captured, facts.slots) else captured
     return None
 

@@ -195,7 +195,8 @@ def _check_ids(
         version = KNOWN_VERSIONS[engine]
         if ids == [] and engine is Engine.SGLANG:
             continue  # stops it
-        captured = reading(engine, version, family).slots(ids) if ids else default_slots(plan.num_layers)
+        rule = reading(engine, version, family)
+        captured = rule.slots(ids, plan.num_layers) if ids else default_slots(plan.num_layers)
         refuse(
             slot_differences(tuple(slot_name(s) for s in captured), plan.names),
             found_in=f"{directory / CONFIG} (ids {ids} as {engine.value} {version} reads them)",
