@@ -144,6 +144,32 @@ def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, 
     stop_left_over(result.dir.parent)  # Prefect's own server, of a run that was killed
 
 
+@app.command("explain-log")
+def explain_log(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Logs, metrics pages or JSON; .gz is read.")],
+    baseline_tok_s: Annotated[
+        float | None, typer.Option(help="Tokens/s of one stream without speculation, on the same machine.")
+    ] = None,
+    engine_version: Annotated[
+        str | None, typer.Option(help="Release of the engine, where the file does not say.")
+    ] = None,
+    accuracy: Annotated[
+        float | None, typer.Option(help="The accuracy that the accept length was projected from.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain logs of SGLang, vLLM or Slipstream: accept length, round cost, break-even, and what is to blame."""
+    from slipstream.flows import explain_log as explaining
+
+    told = explaining.explain(files, baseline=baseline_tok_s, version=engine_version, accuracy=accuracy)
+    if as_json:
+        print(json.dumps(explaining.as_dict(*told), indent=2, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        explaining.show(*told, Console())
+
+
 @app.command()
 def schema(
     out: Annotated[Path | None, typer.Option("--out", help="Write to this file instead of standard output.")] = None,

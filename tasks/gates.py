@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 Status = Literal["pass", "fail", "off", "note"]
 EXIT_CODE = 3
+RUNBOOKS = {"F11": "accept-length-low.md", "F18": "slower-than-baseline.md"}
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,12 @@ class GatesFailed(SlipstreamError):
 
     def __init__(self, failed: Sequence[Mapping[str, str]]) -> None:
         words = [f"{gate['name']}: {gate['found']}, expected {gate['expected']}. {gate['why']}" for gate in failed]
+        fault = next((gate["fault"] for gate in failed if gate["fault"]), "")
         super().__init__(
             "the run failed its gates:\n" + "\n".join(f"  - {word}" for word in words),
             do="the report shows the figures; gates can be changed under `gates:` in the deployment",
-            fault=next((gate["fault"] for gate in failed if gate["fault"]), ""),
+            runbook=RUNBOOKS.get(fault, ""),
+            fault=fault,
         )
 
 

@@ -279,7 +279,7 @@ def test_only_what_works_is_offered(run: Run) -> None:
         for line in out.partition("Commands:")[2].splitlines()
         if line.startswith("  ") and line[2] != " "
     }
-    assert offered == {"plan", "run", "stage", "parity", "bench", "report", "clean", "schema", "serve"}
+    assert offered == {"plan", "run", "stage", "parity", "bench", "report", "clean", "explain-log", "schema", "serve"}
 
 
 def test_a_wrong_command_line_ends_with_2(run: Run) -> None:

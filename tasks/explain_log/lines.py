@@ -1,0 +1,79 @@
+"""Lines of a log, streamed: plain or gzip, any encoding, torn at the end, of any size."""
+
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from slipstream.engine.errors import SlipstreamError
+
+CHUNK = 1 << 18  # bytes read at a time
+LONGEST_LINE = 1 << 20  # bytes; what is longer comes in pieces
+_COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
+_GZIP = 16 + zlib.MAX_WBITS
+
+
+class LogFile:
+    """A file to read. Raises SlipstreamError when it cannot be opened or holds nothing.
+
+    torn: set by reading when a compressed stream ended before its end; what came before was read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.torn = path, ""
+        try:
+            with path.open("rb") as file:
+                start = file.read(2)
+        except OSError as error:
+            raise SlipstreamError(
+                f"{path} cannot be read: {error.strerror or error}",
+                expected="a server's log, a metrics page, or JSON of meta_info or /server_info; .gz is read as well",
+                do="correct the path",
+            ) from None
+        if not start:
+            raise SlipstreamError(
+                f"{path} is empty",
+                expected="a server's log with lines of speculation, a metrics page, or JSON",
+                do="look whether the server writes to another file (its standard error), or died before its first line",
+            )
+        self._gzip = start == b"\x1f\x8b"
+
+    def lines(self) -> Iterator[bytes]:
+        """Lines without their end and without colours."""
+        rest = b""
+        for chunk in self.chunks():
+            *whole, rest = (rest + chunk).split(b"\n")
+            yield from map(_clean, whole)
+            while len(rest) > LONGEST_LINE:
+                yield _clean(rest[:LONGEST_LINE])
+                rest = rest[LONGEST_LINE:]
+        if rest:
+            yield _clean(rest)
+
+    def chunks(self) -> Iterator[bytes]:
+        """The file's bytes, decompressed."""
+        with self.path.open("rb") as file:
+            raw = iter(lambda: file.read(CHUNK), b"")
+            yield from self._decompressed(raw) if self._gzip else raw
+
+    def _decompressed(self, raw: Iterator[bytes]) -> Iterator[bytes]:
+        stream = zlib.decompressobj(_GZIP)
+        for data in raw:
+            while data:
+                if stream.eof:  # several compressed files, one after the other
+                    stream = zlib.decompressobj(_GZIP)
+                try:
+                    out = stream.decompress(data, CHUNK)
+                except zlib.error as error:
+                    self.torn = f"the compressed file is damaged ({error}); what came before was read"
+                    return
+                data = stream.unused_data if stream.eof else stream.unconsumed_tail
+                if out:
+                    yield out
+        if not stream.eof:
+            self.torn = "the compressed file ends too early; what came before was read"
+
+
+def _clean(line: bytes) -> bytes:
+    line = line.rstrip(b"\r")
+    return _COLOURS.sub(b"", line) if b"\x1b" in line else line
