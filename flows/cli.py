@@ -23,7 +23,7 @@ from slipstream.engine.errors import SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.tasks.reporting import Reporter
-    from slipstream.tasks.stage import StageResult
+    from slipstream.tasks.stage import Stage, StageResult
 
 app = typer.Typer(
     name="slipstream",
@@ -104,10 +104,35 @@ def stage(
 
 @app.command()
 def parity(
-    config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False, force: Force = False
+    config: Config,
+    overrides: Overrides = None,
+    workdir: Workdir = None,
+    as_json: AsJson = False,
+    force: Force = False,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--inject",
+            metavar="FAULT",
+            help="Put a fault into parity's own server, such as F5:slot=0, to see it found; repeatable. An unknown one "
+            "lists all.",
+        ),
+    ] = None,
 ) -> None:
-    """Compare the served engine with transformers and with the independent reference of the draft."""
-    _run_stages(("parity",), config, overrides, workdir, as_json=as_json, force=force)
+    """Compare the served engine with transformers and with the independent reference of the draft.
+
+    Fewer and shorter prompts: --set benchmark.num_prompts=4 --set benchmark.max_new_tokens=24.
+    """
+    if not inject:
+        _run_stages(("parity",), config, overrides, workdir, as_json=as_json, force=force)
+        return
+    from slipstream.engine.injection import parse_injections
+
+    injections = parse_injections(inject)
+    from slipstream.tasks.parity import injected_stage, refuse_failed
+
+    (result,) = _run((injected_stage(injections),), config, overrides, workdir, as_json=as_json, force=False)
+    refuse_failed(result.figures)
 
 
 @app.command()
@@ -226,15 +251,27 @@ def _run_stages(
     as_json: bool,
     force: bool,
 ) -> "list[StageResult]":
-    """Runs stages one after the other on this machine, without Prefect."""
+    """Runs stages of the registry one after the other on this machine, without Prefect."""
+    from slipstream.tasks.registry import get_stage
+
+    return _run(tuple(map(get_stage, names)), config, overrides, workdir, as_json=as_json, force=force)
+
+
+def _run(
+    stages: "tuple[Stage, ...]",
+    config: Path,
+    overrides: list[str] | None,
+    workdir: Path | None,
+    *,
+    as_json: bool,
+    force: bool,
+) -> "list[StageResult]":
     from slipstream.configs.load import load
     from slipstream.flows.signals import unwinding_signals
-    from slipstream.tasks.registry import get_stage
     from slipstream.tasks.stage import run_stage
 
     deployment = load(config, overrides or ()).deployment
     directory = deployment.host.workdir if workdir is None else workdir
-    stages = [get_stage(name) for name in names]
     with unwinding_signals(), _reporter(as_json) as reporter:
         return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
 

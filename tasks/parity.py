@@ -3,14 +3,16 @@
 A server with diagnostics is started, traced requests are run through HTTP, and every hand-over is compared:
 
     slots, teacher logits, greedy tokens   server against transformers
+    every captured row, of A, B, A, too    server against the eager capture of the same input
     draft logits of steps 1..K             server, exported checkpoint and trainer against the independent reference
     accepted drafts                        server against the trainer's code on offline states, round by round
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +20,7 @@ from slipstream.engine.capture import slot_name
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.injection import Injection
 from slipstream.engine.loader import load_target
 from slipstream.engine.serving.trace_file import unpack_trace
 from slipstream.engine.trace import RequestTrace
@@ -27,14 +30,27 @@ from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.extract import CONVERSATIONS, capture_plan, draft_plan
 from slipstream.tasks.facts import DRAFT, PARITY, resolved_target
 from slipstream.tasks.manifest import write_json
-from slipstream.tasks.parity_findings import ParityError, ParityPrompt, Progress, examine, no_progress
+from slipstream.tasks.parity_findings import (
+    REPEATED,
+    ParityError,
+    ParityFindings,
+    ParityPrompt,
+    Progress,
+    examine,
+    no_progress,
+)
 from slipstream.tasks.parity_target import TargetReference
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, plan_server, running_server
-from slipstream.tasks.stage import StageContext
+from slipstream.tasks.stage import Stage, StageContext
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
 
 VALIDATION_CONVERSATIONS = 12
 MAX_NEW_TOKENS = 96
+REPEATED_TOKENS = 12
+INJECTED = "parity-inject"  # its own folder and server: the real parity is not touched
 
 
 def fetch_traces(
@@ -63,15 +79,72 @@ def fetch_traces(
     return traces
 
 
-def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
-    """The stage. Raises SlipstreamError with every failed comparison; parity.json is written either way.
+def run(context: StageContext) -> dict[str, Any]:
+    """The stage. Raises ParityError with every failed comparison; parity.json is written either way.
 
     Figures: passed, num_steps, failures, and those of parity.json in short.
-    Args: skip: checks that are off (tests of the faults only).
     """
-    config = context.config
+    figures = measure(context)
+    refuse_failed(figures)
+    return figures
+
+
+def injected_stage(injections: tuple[Injection, ...], skip: Collection[str] = ()) -> Stage:
+    """The same comparison with faults put into the server: a stage apart, never cached, its folder kept when it fails.
+
+    Its figures say whether it passed; `refuse_failed` raises. skip: checks that are off (tests of the faults only).
+    """
+
+    def run_injected(context: StageContext) -> dict[str, Any]:
+        for injection in injections:
+            context.warn(f"put into the server on purpose: {injection}: {injection.meaning}")
+        return measure(context, tuple(map(str, injections)), skip)
+
+    return replace(STAGE, name=INJECTED, run=run_injected, cached=False)
+
+
+def refuse_failed(figures: Mapping[str, Any]) -> None:
+    """Raises ParityError when the figures of a run say that it failed."""
+    if not figures["passed"]:
+        raise ParityError(figures["failures"], figures["fault"])
+
+
+def measure(context: StageContext, injections: tuple[str, ...] = (), skip: Collection[str] = ()) -> dict[str, Any]:
+    """Compares and judges. Returns the figures; writes parity.json.
+
+    Args:
+        context: of the stage.
+        injections: faults put into the server.
+        skip: checks that are off.
+    """
+    config, gates = context.config, context.config.gates
+    findings = compare_served(context, injections)
+    failures = findings.failures(
+        max_slot_share=gates.max_slot_error,
+        max_argmax_difference=gates.max_argmax_difference,
+        max_tau_gap=gates.max_tau_gap,
+        skip=skip,
+    )
+    fault = findings.fault if failures else ""
+    judged = {"num_steps": served_steps(config), "passed": not failures, "failures": failures, "fault": fault}
+    write_json(context.out / PARITY, {**judged, "injections": injections, **findings.to_dict()})
+    for line in findings.describe():
+        context.say(line)
+    for line in findings.warnings(context.manifest("train")["config"]["training"]["num_steps"]):
+        context.warn(line)
+    return {**judged, **findings.summary()}
+
+
+def served_steps(config: "Deployment") -> int:
+    """K of parity's server: the largest one that may be served."""
     asked = config.speculation.num_steps
-    num_steps = config.speculation.max_num_steps if asked == "auto" else asked
+    return config.speculation.max_num_steps if asked == "auto" else asked
+
+
+def compare_served(context: StageContext, injections: tuple[str, ...] = ()) -> ParityFindings:
+    """Traces the prompts through a server of its own and compares; see the head of this file."""
+    config = context.config
+    num_steps = served_steps(config)
     model_dir = resolved_target(context.workdir)
     target = load_target(model_dir, config.server.dtype)
     networks: dict[str, Eagle3Network] = {}
@@ -90,14 +163,18 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
         diagnostics=True,
         capture_slots=slots,
     )
-    with running_server(config, context.workdir, plan, name="parity") as server:
+    plan = replace(plan, injections=injections)
+    repeated = repeated_prompts(prompts)
+    with running_server(config, context.workdir, plan, name=context.stage) as server:
         traces = fetch_traces(
             server,
             prompts,
             config.server.max_running_requests,
             lambda done, total: context.progress(done, total, doing="traced requests through the server"),
         )
-    findings = examine(
+        traces += fetch_traces(server, repeated, concurrency=1)
+    prompts += repeated
+    return examine(
         prompts,
         traces,
         target,
@@ -107,38 +184,38 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
         num_steps,
         lambda done, total: context.progress(done, total, doing="comparing"),
     )
-    gates = config.gates
-    failures = findings.failures(
-        max_slot_share=gates.max_slot_error,
-        max_argmax_difference=gates.max_argmax_difference,
-        max_tau_gap=gates.max_tau_gap,
-        skip=skip,
-    )
-    measured = {"num_steps": num_steps, "passed": not failures, "failures": failures, **findings.to_dict()}
-    write_json(context.out / PARITY, measured)
-    for line in findings.describe():
-        context.say(line)
-    if failures:
-        raise ParityError(failures)
-    return {"num_steps": num_steps, "passed": True, "failures": [], **findings.summary()}
 
 
 def parity_prompts(context: StageContext, model_dir: Path) -> list[ParityPrompt]:
-    """Held-out conversations (their first turn) and the benchmark's prompts, the latter through the chat template."""
+    """Held-out conversations (their first turn) and the benchmark's prompts, the latter through the chat template.
+
+    benchmark.num_prompts and benchmark.max_new_tokens bound both.
+    """
     config = context.config
+    benchmark = config.benchmark
     records = read_conversations(context.input("regenerate") / CONVERSATIONS)
-    held_out = [r for r in records if r.split == "holdout"][:VALIDATION_CONVERSATIONS]
-    prompts = [
-        ParityPrompt(
-            r.id, "validation", r.token_ids[: r.prompt_tokens], min(config.data.max_new_tokens, MAX_NEW_TOKENS)
-        )
-        for r in held_out
-    ]
+    held_out = [r for r in records if r.split == "holdout"][: min(VALIDATION_CONVERSATIONS, benchmark.num_prompts)]
+    new_tokens = min(config.data.max_new_tokens, benchmark.max_new_tokens, MAX_NEW_TOKENS)
+    prompts = [ParityPrompt(r.id, "validation", r.token_ids[: r.prompt_tokens], new_tokens) for r in held_out]
     chat = ChatTokenizer(model_dir)
     for prompt in benchmark_prompts(config):
         ids = chat.encode_chat(list(prompt.messages), add_generation_prompt=True)
-        prompts.append(ParityPrompt(prompt.id, "benchmark", ids, min(config.benchmark.max_new_tokens, MAX_NEW_TOKENS)))
+        prompts.append(ParityPrompt(prompt.id, "benchmark", ids, min(benchmark.max_new_tokens, MAX_NEW_TOKENS)))
     return prompts
+
+
+def repeated_prompts(prompts: Sequence[ParityPrompt]) -> list[ParityPrompt]:
+    """A, B, A, to be run one after the other: two prompts cut to one length, so that every step has the same shape.
+
+    A capture that one step leaves behind for the next is then B's in place of A's, or A's in place of B's.
+    """
+    if len(prompts) < 2:
+        return []
+    first, second = prompts[:2]
+    length = min(len(first.token_ids), len(second.token_ids))
+    tokens = min(first.max_new_tokens, second.max_new_tokens, REPEATED_TOKENS)
+    names = (("A", first), ("B", second), ("A again", first))
+    return [ParityPrompt(f"{p.name} as {name}", REPEATED, p.token_ids[:length], tokens) for name, p in names]
 
 
 STAGE = get_stage("parity")

@@ -1,5 +1,6 @@
 """Parity of acceptance: what the trainer's code expects on served conversations, against what the server accepted."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,10 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.trace import RequestTrace
 from slipstream.engine.training.unroll import unrolled_states
 from slipstream.tasks.parity_draft import whole_conversation
+
+MIN_ROUNDS = 30  # that reached a step, before its conditional acceptance is judged
+FALLEN = 0.6  # of that at the first step; a draft trained on its own states loses little from step to step
+MAX_DEVIATION = 3.0  # standard errors
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,40 @@ class AcceptanceFindings:
     rounds: int = 0
     differing_rounds: int = 0
     first: Disagreement | None = None
+
+    def describe_conditional(self) -> str:
+        """A_k / A_(k-1) at every step, offline and served: where it falls, the chain goes wrong."""
+        offline, served = (
+            ", ".join("-" if math.isnan(a) else f"{a:.2f}" for a in counts.conditional)
+            for counts in (self.offline, self.served)
+        )
+        return f"A_k / A_(k-1) for k = 1.. offline {offline}; served {served}"
+
+
+def untrained_steps(counts: AcceptanceCounts, trained_steps: int) -> str:
+    """A warning where conditional acceptance falls off after the first step although all logits agree; "" where not.
+
+    Args:
+        counts: served.
+        trained_steps: how many steps the draft was unrolled in training.
+    """
+    reached = [sum(counts.histogram[k:]) for k in range(counts.num_steps + 1)]
+    if counts.num_steps < 2 or not reached[1]:
+        return ""
+    first = reached[1] / reached[0]
+    for k in range(2, counts.num_steps + 1):
+        if reached[k - 1] < MIN_ROUNDS:
+            break
+        rate, deviation = reached[k] / reached[k - 1], math.sqrt(first * (1 - first) / reached[k - 1])
+        if rate < FALLEN * first and first - rate > MAX_DEVIATION * deviation:
+            trained = f"it was trained to run {trained_steps} {'step' if trained_steps == 1 else 'steps'}"
+            return (
+                f"F19: the draft's logits are those of training at every step, but conditional acceptance falls from "
+                f"{first:.2f} at k = 1 ({reached[1]} of {reached[0]} rounds) to {rate:.2f} at k = {k} ({reached[k]} of "
+                f"{reached[k - 1]}): {trained} on its own states, and runs {counts.num_steps}; train with "
+                f"training.num_steps: {counts.num_steps}, or serve speculation.num_steps: {k - 1}"
+            )
+    return ""
 
 
 def offline_run_lengths(

@@ -56,10 +56,16 @@ class StepError:
 
 @dataclass
 class DraftFindings:
-    """For each implementation (server, export, trainer, rounding alone) the error at steps 1..K."""
+    """For each implementation (server, export, trainer, rounding alone) the error at steps 1..K.
+
+    first_rounds: the server's step 1 in the first round of each request, before which no chain has run. cause: what
+    the server's wrong logits really are, where that is known.
+    """
 
     num_steps: int
     errors: dict[str, list[StepError]] = field(default_factory=dict)
+    first_rounds: StepError = field(default_factory=StepError)
+    cause: str = ""
 
     def add(self, name: str, step: int, logits: torch.Tensor, reference: torch.Tensor) -> None:
         if len(logits):
@@ -83,16 +89,37 @@ class DraftFindings:
         wrong = self.wrong(name)
         if not wrong:
             return ""
-        errors = ", ".join(f"k={k}: {self.errors[name][k - 1].error:.3f}" for k in wrong)
-        if 1 in wrong:
-            return (
-                f"{name}: the first step is wrong ({errors}): the features, the token beside them or the weights "
-                "differ from training"
-            )
-        return (
-            f"{name}: the first step is right, later steps are wrong ({errors}): the fed-back state (before or "
-            "after the norm), the rope positions, or the draft's KV after a rejection"
+        errors = ", ".join(
+            f"k={k}: {self.errors[name][k - 1].error:.3f}, expected at most {self.bound(name, k):.3f}" for k in wrong
         )
+        cause = self.cause if name == SERVER else ""
+        if 1 in wrong and name == SERVER and self.only_later_rounds:
+            return (
+                f"{name}: the first round of each request is right (error {self.first_rounds.error:.4f}), the first "
+                f"step of later rounds is wrong ({errors}): the draft's KV after a rejection; fix: make the keys of "
+                "committed slots again from the target's states, over those that the chain left"
+            )
+        if 1 in wrong:
+            return f"{name}: the first step is wrong ({errors}): " + (
+                cause or "the features, the token beside them or the weights differ from training"
+            )
+        return f"{name}: the first step is right, later steps are wrong ({errors}): " + (
+            cause or "the fed-back state (before or after the norm), the rope positions, or the draft's KV"
+        )
+
+    @property
+    def only_later_rounds(self) -> bool:
+        """Step 1 is right in the rounds before which no chain has run, and only there."""
+        first = self.first_rounds
+        return bool(first.rounds) and first.error <= self.bound(SERVER, 1)
+
+    @property
+    def fault(self) -> str:
+        """Of the incident, where the server's drafts are wrong: F19 is right at first and wrong from then on."""
+        wrong = self.wrong(SERVER)
+        if not wrong:
+            return ""
+        return "F19" if 1 not in wrong or self.only_later_rounds else "F3" if "fc reads" in self.cause else ""
 
 
 def in_fp32(network: Eagle3Network) -> Eagle3Network:
@@ -124,34 +151,36 @@ def compare_drafts(
     weights = {name: tensor.float() for name, tensor in to_tensors(export).items() if name not in ("d2t", "t2d")}
     with torch.no_grad():
         reference = step_logits(weights, export.config, tokens, features.float(), num_steps)  # [K, n, Vd]
-        unrolled = {name: _unrolled_logits(n, tokens, features.float(), num_steps) for name, n in networks.items()}
-        unrolled[ROUNDING] = _unrolled_logits(served, tokens, features, num_steps)
+        unrolled = {name: unrolled_logits(n, tokens, features.float(), num_steps) for name, n in networks.items()}
+        unrolled[ROUNDING] = unrolled_logits(served, tokens, features, num_steps)
     for step in range(1, num_steps + 1):
-        rounds = [r for r in trace.rounds if _comparable(r.start, r.accepted, r.num_valid, step, len(tokens))]
-        slots = torch.tensor([r.start - 2 for r in rounds], dtype=torch.int64)  # the slot that a round drafts from
+        rounds, drafted_from = zip(*found, strict=True) if (found := comparable_rounds(trace, step)) else ((), ())
+        slots = torch.tensor(drafted_from, dtype=torch.int64)
         wanted = reference[step - 1, slots]  # [n, Vd] -> [r, Vd]
         for name, logits in unrolled.items():
             findings.add(name, step, logits[step - 1, slots], wanted)
         drafted = [r.draft_logits[step - 1] for r in rounds if r.draft_logits is not None]
         if drafted:
             findings.add(SERVER, step, torch.stack(drafted), wanted)
+        if drafted and step == 1 and rounds[0] is trace.rounds[0]:
+            findings.first_rounds.add(drafted[0][None], wanted[:1])
     for served_round in trace.rounds[:CHAIN_ROUNDS]:
         if served_round.draft_logits is None:
             continue
         with torch.no_grad():
-            chain_tokens, chain_features = _own_chain(tokens, features, served_round)
+            chain_tokens, chain_features = own_chain(tokens, features, served_round)
             slot = served_round.start - 2
             chain = step_logits(weights, export.config, chain_tokens, chain_features.float(), num_steps)[
                 :, slot
             ]  # [K, Vd]
-            rounded = _unrolled_logits(served, chain_tokens, chain_features, num_steps)[:, slot]  # [K, Vd]
+            rounded = unrolled_logits(served, chain_tokens, chain_features, num_steps)[:, slot]  # [K, Vd]
         for step in range(1, served_round.num_valid + 1):
             if not _comparable(served_round.start, served_round.accepted, served_round.num_valid, step, len(tokens)):
                 findings.add(SERVER, step, served_round.draft_logits[step - 1 : step], chain[step - 1 : step])
                 findings.add(ROUNDING, step, rounded[step - 1 : step], chain[step - 1 : step])
 
 
-def _own_chain(tokens: torch.Tensor, features: torch.Tensor, served: RoundTrace) -> tuple[torch.Tensor, torch.Tensor]:
+def own_chain(tokens: torch.Tensor, features: torch.Tensor, served: RoundTrace) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [start + K] and features [start + K - 1, F] of a round that fed itself its own drafts, right or wrong."""
     chain = torch.cat((tokens[: served.start], served.draft_tokens))
     known = features[: served.start - 1]  # of slots 0..start - 2; later slots are not seen from there
@@ -159,12 +188,18 @@ def _own_chain(tokens: torch.Tensor, features: torch.Tensor, served: RoundTrace)
     return chain, torch.cat((known, padding))
 
 
+def comparable_rounds(trace: RequestTrace, step: int) -> list[tuple[RoundTrace, int]]:
+    """Rounds whose chain fed itself committed tokens before `step`, each with the slot that it drafts from."""
+    count = len(trace.token_ids)
+    return [(r, r.start - 2) for r in trace.rounds if _comparable(r.start, r.accepted, r.num_valid, step, count)]
+
+
 def _comparable(start: int, accepted: int, num_valid: int, step: int, num_tokens: int) -> bool:
     """Whether the tokens that the chain fed itself before `step` are the committed ones, which all others saw."""
     return accepted >= step - 1 and step <= num_valid and start - 2 + step < num_tokens
 
 
-def _unrolled_logits(
+def unrolled_logits(
     network: Eagle3Network, tokens: torch.Tensor, features: torch.Tensor, num_steps: int
 ) -> torch.Tensor:
     """The trainer's own pass over one conversation: [K, n, Vd] at every slot."""

@@ -7,18 +7,28 @@ from typing import Any
 import torch
 
 from slipstream.engine.acceptance import AcceptanceCounts, compare
-from slipstream.engine.capture import CapturePlan
+from slipstream.engine.capture import CapturePlan, slot_name
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.models import TargetModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.trace import RequestTrace
 from slipstream.tasks.facts import PARITY
-from slipstream.tasks.parity_acceptance import AcceptanceFindings, compare_acceptance, offline_run_lengths
-from slipstream.tasks.parity_draft import DraftFindings, compare_drafts, in_fp32
+from slipstream.tasks.parity_acceptance import (
+    AcceptanceFindings,
+    compare_acceptance,
+    offline_run_lengths,
+    untrained_steps,
+)
+from slipstream.tasks.parity_capture import CaptureFindings
+from slipstream.tasks.parity_causes import Diagnosis, diagnose
+from slipstream.tasks.parity_draft import SERVER, DraftFindings, compare_drafts, in_fp32
+from slipstream.tasks.parity_draft_causes import name_draft_cause
 from slipstream.tasks.parity_target import LogitFindings, SlotFinding, TargetReference, find_slots, trace_slots
 
 TARGET_CONVERSATIONS = 8  # each costs two passes of transformers
+MIN_DIFFERING_ROUNDS = 3  # fewer are rounding, however few rounds there are in all
+REPEATED = "repeated"  # prompts A, B, A one after the other: only their captures are compared
 MAX_ERROR_RATIO = 1.5  # our bf16 error against fp32, as a multiple of that of transformers in bf16
 Progress = Callable[[int, int], None]
 
@@ -29,7 +39,7 @@ def no_progress(_done: int, _total: int) -> None:
 
 @dataclass(frozen=True)
 class ParityPrompt:
-    """A prompt to trace. set: "validation" (held-out conversations) or "benchmark"."""
+    """A prompt to trace. set: "validation" (held-out conversations), "benchmark", or REPEATED."""
 
     name: str
     set: str
@@ -42,25 +52,31 @@ class ParityError(SlipstreamError):
 
     exit_code = 3
 
-    def __init__(self, failures: Sequence[str]) -> None:
+    def __init__(self, failures: Sequence[str], fault: str = "") -> None:
         super().__init__(
             f"parity failed in {len(failures)} comparisons: " + "; ".join(failures),
             expected="the served path to agree with what is independent of it",
             do="start with the first one: a wrong slot makes the draft's logits and the acceptance wrong, too; "
-            f"all figures are in {PARITY} of the stage's partial folder",
+            f"all figures are in {PARITY} of the stage's folder",
             runbook="run-failed.md",
+            fault=fault,
         )
         self.failures = list(failures)
 
 
 @dataclass
 class ParityFindings:
-    """Everything parity measured; `failures` are the sentences that end the run."""
+    """Everything parity measured; `failures` are the sentences that end the run.
+
+    diagnoses: slot -> what it really is, of the slots that are wrong.
+    """
 
     slots: list[SlotFinding]
     logits: LogitFindings
     drafts: DraftFindings | None
     acceptance: dict[str, AcceptanceFindings]
+    capture: CaptureFindings
+    diagnoses: dict[int, Diagnosis]
 
     def failures(
         self, *, max_slot_share: float, max_argmax_difference: float, max_tau_gap: float, skip: Collection[str] = ()
@@ -71,14 +87,42 @@ class ParityFindings:
         """
         found: list[str] = []
         if "slots" not in skip:
-            found += [s.describe() for s in self.slots if not s.agrees(max_slot_share)]
+            found += self._slot_failures(max_slot_share)
         if "logits" not in skip:
             found += self._logit_failures(max_argmax_difference)
         if self.drafts and "drafts" not in skip:
-            found += [v for name in self.drafts.errors if (v := self.drafts.verdict(name))]
+            served = [f"{name} prompts: {a.describe_conditional()}" for name, a in self.acceptance.items()]
+            found += ["; ".join([v, *served]) for name in self.drafts.errors if (v := self.drafts.verdict(name))]
         if "acceptance" not in skip:
             found += self._acceptance_failures(max_tau_gap)
         return found
+
+    @property
+    def fault(self) -> str:
+        """The fault of the incident that explains what is wrong first; "" where none does."""
+        named = [d.cause.fault for d in self.diagnoses.values() if d.explained]
+        return named[0] if named else self.drafts.fault if self.drafts else ""
+
+    def _slot_failures(self, max_share: float) -> list[str]:
+        found = []
+        for s in self.slots:
+            rows = self.capture.slots[s.slot]
+            if s.agrees(max_share) and not rows.wrong:
+                continue
+            words = [self.diagnoses[s.slot].describe()] if s.slot in self.diagnoses else []
+            words += [] if s.agrees(max_share) else [s.describe()]
+            found.append("; ".join([*words, rows.describe()]))
+        return found
+
+    def warnings(self, trained_steps: int) -> list[str]:
+        """What is no failure and should be known. trained_steps: how far the draft was unrolled in training."""
+        if self.drafts is None or self.drafts.wrong(SERVER):
+            return []
+        counts = AcceptanceCounts(self.drafts.num_steps)
+        for acceptance in self.acceptance.values():
+            counts.merge(acceptance.served)
+        warning = untrained_steps(counts, trained_steps)
+        return [warning] if warning else []
 
     def _logit_failures(self, max_difference: float) -> list[str]:
         logits, found = self.logits, []
@@ -103,14 +147,18 @@ class ParityFindings:
             if not (acceptance.offline.rounds and acceptance.served.rounds):
                 continue
             result = compare(acceptance.offline, acceptance.served, max_gap=max_gap)
-            if not result.agrees:
+            if not result.agrees and acceptance.differing_rounds >= MIN_DIFFERING_ROUNDS:
                 first = f"; first: {acceptance.first.describe()}" if acceptance.first else ""
-                found.append(f"acceptance on the {name} prompts, offline against served: {result.describe()}{first}")
+                found.append(
+                    f"acceptance on the {name} prompts, offline against served: {result.describe()}\n"
+                    f"  {acceptance.describe_conditional()}{first}"
+                )
         return found
 
     def describe(self) -> list[str]:
         """A line for each comparison, for the person watching."""
-        lines = [s.describe() for s in self.slots] + [f"teacher: {self.logits.describe()}"]
+        lines = [f"{s.describe()}; {self.capture.slots[s.slot].describe()}" for s in self.slots]
+        lines += [f"teacher: {self.logits.describe()}", self.capture.describe_tokens()]
         if self.drafts:
             for name, errors in self.drafts.errors.items():
                 steps = ", ".join(f"k={k} {e.error:.4f} ({e.rounds})" for k, e in enumerate(errors, start=1))
@@ -118,7 +166,8 @@ class ParityFindings:
         for name, a in self.acceptance.items():
             lines.append(
                 f"acceptance on {name} prompts: offline {a.offline.accept_length:.3f}, served "
-                f"{a.served.accept_length:.3f}; {a.differing_rounds} of {a.rounds} rounds differ"
+                f"{a.served.accept_length:.3f}; {a.describe_conditional()}; "
+                f"{a.differing_rounds} of {a.rounds} rounds differ"
                 + (f"; first: {a.first.describe()}" if a.first else "")
             )
         return lines
@@ -131,6 +180,9 @@ class ParityFindings:
             "argmax_difference": self.logits.share,
             "positions": self.logits.positions,
             "error_ratio": self.logits.error_ratio,
+            "wrong_rows": sum(rows.wrong for rows in self.capture.slots.values()),
+            "tokens": self.capture.tokens,
+            "tokens_differ": self.capture.tokens_differ,
             "draft_error": {n: max(e.error for e in es) for n, es in self.drafts.errors.items()} if self.drafts else {},
             "accept_length": {
                 name: {"offline": a.offline.accept_length, "served": a.served.accept_length}
@@ -151,6 +203,21 @@ class ParityFindings:
             }
         return {
             "slots": [asdict(s) | {"share": s.share} for s in self.slots],
+            "rows": [
+                {
+                    "slot": rows.slot,
+                    "prompt_rows": rows.prompt_rows,
+                    "round_rows": rows.round_rows,
+                    "first_wrong": rows.first,
+                    "diagnosis": asdict(self.diagnoses[rows.slot]) if rows.slot in self.diagnoses else None,
+                }
+                for rows in self.capture.slots.values()
+            ],
+            "tokens": {
+                "compared": self.capture.tokens,
+                "differ": self.capture.tokens_differ,
+                "largest_gap": self.capture.largest_gap,
+            },
             "logits": asdict(self.logits)
             | {
                 "share": self.logits.share,
@@ -180,6 +247,7 @@ def examine(
     slots: tuple[int, ...],
     num_steps: int,
     progress: Progress = no_progress,
+    num_ranks: int = 1,
 ) -> ParityFindings:
     """Compares traces with everything that is independent of the server.
 
@@ -191,6 +259,7 @@ def examine(
         slots: in the order that the draft reads them.
         num_steps: K of the server.
         progress: called with (done, total).
+        num_ranks: of the server.
     """
     num_layers = target.config.num_layers
     plan = CapturePlan(slots, num_layers)
@@ -200,6 +269,8 @@ def examine(
     drafts = DraftFindings(num_steps) if networks and num_steps else None
     exact = {name: in_fp32(network) for name, network in networks.items()}
     acceptance: dict[str, AcceptanceFindings] = {}
+    capture = CaptureFindings()
+    drafted: list[tuple[RequestTrace, torch.Tensor]] = []
     for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
         if number < TARGET_CONVERSATIONS:
             expected = reference.run(trace.token_ids[:-1])
@@ -209,28 +280,47 @@ def examine(
             for k, state in enumerate(expected.states):
                 wanted[k].append(state)
             if drafts:
-                compare_drafts(drafts, trace, exact, networks["export"], plan.select(trace.states))
-        if drafts:
-            _add_acceptance(acceptance, prompt, trace, target, networks["export"], plan, num_steps)
+                drafted.append((trace, plan.select(trace.states)))
+                compare_drafts(drafts, trace, exact, networks["export"], drafted[-1][1])
+        eager = _add_capture(capture, prompt, trace, target, plan)
+        if drafts and prompt.set != REPEATED:
+            _add_acceptance(acceptance, prompt, trace, networks["export"], plan.select(eager), num_steps)
         progress(number + 1, len(prompts))
     states = {slot: torch.cat(parts) for slot, parts in captured.items()}
     found = find_slots(states, [torch.cat(parts) for parts in wanted]) if states else []
-    return ParityFindings(found, logits, drafts, acceptance)
+    if drafts and (wrong := drafts.wrong(SERVER)):
+        bound = drafts.bound(SERVER, wrong[0])
+        drafts.cause = name_draft_cause(exact["export"], drafted, wrong[0], num_steps, bound)
+    named = {slot: diagnose(target, rows, slots, num_ranks) for slot, rows in capture.slots.items() if rows.wrong}
+    return ParityFindings(found, logits, drafts, acceptance, capture, {s: d for s, d in named.items() if d})
+
+
+def _add_capture(
+    capture: CaptureFindings, prompt: ParityPrompt, trace: RequestTrace, target: TargetModel, plan: CapturePlan
+) -> dict[str, torch.Tensor]:
+    """Adds one conversation to the findings of the capture. Returns its eager states, slot name -> [n, h]."""
+    prompt_tokens = len(prompt.token_ids)
+    eager, teacher = capture_states(target, trace.token_ids[:-1], plan.slots)
+    by_slot = {slot: eager[slot_name(slot)] for slot in plan.slots} | {plan.teacher: teacher}
+    served = trace_slots(trace, plan.slots, plan.teacher)
+    capture.add(prompt.name, prompt_tokens, trace, served, by_slot)
+    answer = torch.tensor(trace.token_ids[prompt_tokens:])
+    with torch.inference_mode():
+        capture.add_tokens(answer, target.logits(teacher[prompt_tokens - 1 :]))
+    return eager
 
 
 def _add_acceptance(
     acceptance: dict[str, AcceptanceFindings],
     prompt: ParityPrompt,
     trace: RequestTrace,
-    target: TargetModel,
     network: Eagle3Network,
-    plan: CapturePlan,
+    features: torch.Tensor,
     num_steps: int,
 ) -> None:
-    """Adds one conversation to the findings of its set, its states captured offline anew."""
+    """Adds one conversation to the findings of its set; features [n, F]: its states, captured offline anew."""
     tokens = torch.tensor(trace.token_ids)
-    states, _ = capture_states(target, trace.token_ids[:-1], plan.slots)
-    runs = offline_run_lengths(network, tokens, plan.select(states), len(prompt.token_ids), num_steps)
+    runs = offline_run_lengths(network, tokens, features, len(prompt.token_ids), num_steps)
     empty = AcceptanceFindings(AcceptanceCounts(num_steps), AcceptanceCounts(num_steps))
     by_limit = len(tokens) - len(prompt.token_ids) >= prompt.max_new_tokens
     compare_acceptance(

@@ -54,6 +54,7 @@ class ServerPlan:
         port: 0 for any free one.
         diagnostics: serve /slipstream/trace.
         capture_slots: slots that traces hold beside the draft's.
+        injections: faults put in on purpose, each as engine.injection writes it.
     """
 
     target: Path
@@ -63,6 +64,7 @@ class ServerPlan:
     port: int = 0
     diagnostics: bool = False
     capture_slots: tuple[int, ...] = ()
+    injections: tuple[str, ...] = ()
 
 
 @dataclass
@@ -173,7 +175,8 @@ def server_command(deployment: "Deployment", plan: ServerPlan, ready_file: Path)
     if plan.capture_slots:
         flags["--capture-slots"] = ",".join(map(str, plan.capture_slots))
     command = [sys.executable, "-P", "-m", "slipstream.engine.serving.main"]
-    return [*command, *(str(word) for pair in flags.items() for word in pair), *["--diagnostics"] * plan.diagnostics]
+    words = [*command, *(str(word) for pair in flags.items() for word in pair), *["--diagnostics"] * plan.diagnostics]
+    return [*words, *(word for fault in plan.injections for word in ("--inject", fault))]
 
 
 def start_server(
@@ -231,6 +234,7 @@ def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[st
         "max_running_requests": (server.max_running_requests, ""),
         "block_size_tokens": (server.block_size_tokens, ""),
         "prefill_chunk_tokens": (server.prefill_chunk_tokens, ""),
+        "injections": (list(plan.injections), ""),  # none but in a parity check that asked for them
     }
     if deployment.host.threads is not None:
         planned["threads"] = (deployment.host.threads, "")

@@ -18,6 +18,8 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
 from slipstream.engine.files import sha256_file
 from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
+from slipstream.engine.inject import inject
+from slipstream.engine.injection import parse_injections
 from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.llama import LlamaModel
@@ -64,6 +66,7 @@ def build_engine(
         proposer = Eagle3Proposer(network.eval(), options.num_steps)
     phase("allocating the KV cache")
     engine = Engine(target, config, proposer, options.capture_slots)
+    inject(engine, parse_injections(options.inject))
     phase("probing row invariance")
     invariance = probe_model(target, proposer.network if proposer else None)
     phase("warming up")
@@ -160,6 +163,7 @@ def effective_settings(
             **{name: version(name) for name in ("slipstream", "torch", "transformers", "safetensors")},
         },
         "engine_pid": os.getpid(),
+        "injections": [str(injection) for injection in parse_injections(options.inject)],
     }
     told = [settings[key] for key in ("num_steps", "dtype", "target", "draft")]
     return {**settings, "fingerprint": f"slipstream-{_sha256(repr(told))[:12]}"}

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.injection import parse_injections
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,7 @@ class EngineOptions:
     """What an engine process is told: directories, K, and the sizes of `EngineConfig`.
 
     draft: None at num_steps = 0. threads: of torch; None leaves its default. capture_slots: slots that traces hold
-    beside the draft's.
+    beside the draft's. inject: faults that are put in on purpose, as engine.injection reads them.
     """
 
     target: str
@@ -24,6 +25,7 @@ class EngineOptions:
     dtype: str = "bfloat16"
     threads: int | None = None
     capture_slots: tuple[int, ...] = ()
+    inject: tuple[str, ...] = ()
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -38,6 +40,7 @@ class EngineOptions:
     def check(self) -> None:
         """Sizes that can work, and a draft exactly when K > 0: neither is ignored. Raises SlipstreamError."""
         self.engine_config()
+        parse_injections(self.inject)
         if self.threads is not None and self.threads < 1:
             raise SlipstreamError(
                 f"threads = {self.threads}",

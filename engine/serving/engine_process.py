@@ -161,7 +161,7 @@ def run(channel: Channel, options: dict[str, Any]) -> None:
     channel.send(Phase("importing torch"))
     from slipstream.engine.serving.engine_build import build_engine
 
-    options = {**options, "capture_slots": tuple(options["capture_slots"])}
+    options = {**options, "capture_slots": tuple(options["capture_slots"]), "inject": tuple(options["inject"])}
     engine, settings = build_engine(EngineOptions(**options), lambda text: channel.send(Phase(text)))
     # What is loaded stays for good: the collector need not walk over it in the middle of a round.
     gc.collect()

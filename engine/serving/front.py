@@ -19,6 +19,7 @@ import uvicorn
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
+from slipstream.engine.injection import parse_injection
 from slipstream.engine.serving.api import Front, create_app
 from slipstream.engine.serving.client import EngineClient
 
@@ -146,6 +147,10 @@ class Serving:
         settings = self._client.settings
         invariance = settings["row_invariance"]
         print(f"slipstream server: ready at {self.url} (pid {os.getpid()}, engine {settings['engine_pid']})")
+        for text in settings["injections"]:
+            print(
+                f"  WARNING: FAULT PUT IN ON PURPOSE: {text} ({parse_injection(text).meaning}); this is a test server"
+            )
         print(f"  K = {settings['num_steps']}, width {settings['verify_width']}, slots {settings['slots'] or 'none'}")
         print(f"  {settings['dtype']}, context {settings['max_context_tokens']} tokens, {settings['threads']} threads")
         print(f"  row invariance: {'yes' if invariance['invariant'] else 'NO'}: {invariance['detail']}")

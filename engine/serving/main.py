@@ -42,6 +42,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--threads", type=int, help="CPU threads of torch; default: its own choice")
     parser.add_argument("--capture-slots", default="", help="comma-separated slots that traces hold beside the draft's")
     parser.add_argument("--diagnostics", action="store_true", help="serve /slipstream/trace")
+    parser.add_argument(
+        "--inject",
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="put this fault in on purpose (--diagnostics only)",
+    )
     parser.add_argument("--shutdown-timeout-seconds", type=float, default=20.0, help="time for running requests to end")
     return parser.parse_args(arguments)
 
@@ -53,6 +60,12 @@ def check_arguments(options: argparse.Namespace) -> None:
     seconds = options.shutdown_timeout_seconds
     if not math.isfinite(seconds) or seconds < 0:
         raise SlipstreamError(f"--shutdown-timeout-seconds is {seconds}", expected="a finite number, 0 or more")
+    if options.inject and not options.diagnostics:
+        raise SlipstreamError(
+            f"--inject {options.inject[0]} without --diagnostics",
+            expected="faults on purpose only where their traces are looked at",
+            do="add --diagnostics, or leave --inject out",
+        )
     file = options.state_file
     if file is not None and not (file.parent.is_dir() and os.access(file.parent, os.W_OK) and not file.is_dir()):
         raise SlipstreamError(
@@ -102,6 +115,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         dtype=options.dtype,
         threads=options.threads,
         capture_slots=capture,
+        inject=tuple(options.inject),
     )
     result.check()
     return result

@@ -214,6 +214,14 @@ def test_short_commands_run_their_stages(
     assert ran == expected
 
 
+def test_an_unknown_fault_is_a_wrong_command_line(run: Run, tmp_path: Path, left_over: ModuleType) -> None:
+    code, _, err = run("parity", left_over.World(tmp_path).file, "--inject", "F5:slot=0", "--inject", "F77")
+    assert code == 2
+    assert "--inject F77: there is no F77 to inject" in err
+    assert "F6:slot=...,rank=...,kind=stale  a round hands out what the round before it captured" in err
+    assert list(tmp_path.glob("work/*")) == []
+
+
 def test_bench_cleans_up_when_it_fails(run: Run, tmp_path: Path, left_over: ModuleType, stages: dict[str, Any]) -> None:
     ran: list[str] = []
     stages["cleanup"] = lambda context: ran.append("cleanup") or {}

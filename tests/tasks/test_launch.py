@@ -189,6 +189,7 @@ SETTINGS = {
     "max_running_requests": 2,
     "block_size_tokens": 16,
     "prefill_chunk_tokens": 256,
+    "injections": [],
     "threads": 1,
 }
 
@@ -205,6 +206,7 @@ SETTINGS = {
         ("max_running_requests", 8, ""),
         ("block_size_tokens", 32, ""),
         ("prefill_chunk_tokens", 128, ""),
+        ("injections", ["F5:slot=2,kind=normed"], ""),
         ("threads", 2, ""),
     ],
 )

@@ -26,6 +26,8 @@ from slipstream.engine.serving.protocol import Channel, Ready
         ("--shutdown-timeout-seconds -1", "--shutdown-timeout-seconds is -1"),
         ("--capture-slots=-1", "capture_slots = [-1]"),
         ("--capture-slots 2,2", "capture_slots = [2, 2]"),
+        ("--inject F5:slot=0,kind=normed", "--inject F5:slot=0,kind=normed without --diagnostics"),
+        ("--diagnostics --inject F98", "there is no F98 to inject"),
         ("--state-file /nowhere/at/all.json", "--state-file /nowhere/at/all.json"),
     ],
 )

@@ -1,0 +1,277 @@
+"""Faults put into a built engine on purpose, to prove that parity finds them: a test hook, with diagnostics only.
+
+Model, runner and proposer know nothing of it: their methods are wrapped from outside, and what they hand out is bent.
+Served tokens stay right under every one of these faults, as in the incident.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
+from slipstream.engine.engine import Engine
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.injection import Injection
+from slipstream.engine.models.llama import LlamaLayer, LlamaModel
+from slipstream.engine.models.target import TargetOutput
+from slipstream.engine.proposer import DraftBatch, Proposal
+from slipstream.kernels.linear import linear
+
+States = Mapping[str, torch.Tensor]
+
+
+def inject(engine: Engine, injections: Sequence[Injection]) -> None:
+    """Puts the faults into `engine`, before its first step. Raises SlipstreamError for one that it cannot have."""
+    for injection in injections:
+        match injection.fault, injection.kind:
+            case "F3", "order":
+                _change_states(engine, _swap_names(engine))
+            case "F3", "features":
+                _permute_features(_proposer(engine, injection))
+            case "F5", kind:
+                _change_states(engine, _WrongPoint(engine, injection, kind))
+            case "F6", kind:
+                _StaleReplay(engine, injection, frozen=kind == "frozen")
+            case "F19", "feedback":
+                _feed_back_the_other_state(_proposer(engine, injection))
+            case "F19", "rope":
+                _StillRope(_proposer(engine, injection))
+            case "F19", "draft-kv":
+                _KeptDraftKV(_proposer(engine, injection))
+            case _:
+                raise AssertionError(f"{injection} was parsed, and nobody injects it")
+
+
+# ---- captured states -------------------------------------------------------------------------------------------------
+
+
+def _change_states(engine: Engine, change: Callable[[States], States]) -> None:
+    """Hands out `change(states)` instead of the captured states, of every forward pass of the target."""
+    target = engine.target
+    assert isinstance(target, LlamaModel)
+    original = target.forward
+
+    def forward(*args: object, **kwargs: object) -> TargetOutput:
+        out = original(*args, **kwargs)  # type: ignore[arg-type]
+        return replace(out, states=change(out.states)) if out.states else out
+
+    target.forward = forward  # type: ignore[method-assign]
+
+
+def _swap_names(engine: Engine) -> Callable[[States], States]:
+    """F3: the first two captured states change names."""
+    names = [slot_name(slot) for slot in engine.runner.capture[:2]]
+    if len(names) < 2:
+        raise _cannot("F3", f"{len(names)} slots are captured", "two or more slots")
+    first, second = names
+    return lambda states: {**states, first: states[second], second: states[first]}
+
+
+def _captured(engine: Engine, injection: Injection) -> tuple[int, ...]:
+    """The slots that the fault is about: the one it names, or all that are captured."""
+    captured = engine.runner.capture
+    if injection.slot is None:
+        return captured
+    if injection.slot not in captured:
+        raise _cannot(str(injection), f"slot {injection.slot} is not captured", f"one of the slots {list(captured)}")
+    return (injection.slot,)
+
+
+class _WrongPoint:
+    """F5: one slot taken at another point of the stream: before the sum over ranks, unadded, or after a norm."""
+
+    def __init__(self, engine: Engine, injection: Injection, kind: str) -> None:
+        assert isinstance(engine.target, LlamaModel)
+        (self.slot,) = _captured(engine, injection)
+        self.target, self.kind = engine.target, kind
+        self.seen: dict[str, torch.Tensor] = {}
+        if kind == "partial":
+            raise _cannot(
+                str(injection), "one rank's partial sum is the whole sum", "two or more ranks, or another kind"
+            )
+        if kind == "no-residual" and not self.slot:
+            raise _cannot(
+                str(injection), "slot 0 is the embedding, which is added to nothing", "kind=partial or normed"
+            )
+        if self.slot:
+            self._layer(self.slot - 1).register_forward_hook(self._keep_layer)
+            self._layer(self.slot - 1).mlp.down_proj.register_forward_hook(self._keep_input)
+        else:
+            self.target.embed_tokens.register_forward_hook(self._keep_input)
+
+    def _layer(self, index: int) -> LlamaLayer:
+        layer = self.target.layers[index]
+        assert isinstance(layer, LlamaLayer)
+        return layer
+
+    def _keep_layer(self, _module: nn.Module, _args: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
+        _, self.seen["block"], self.seen["residual"] = out
+
+    def _keep_input(self, _module: nn.Module, args: tuple[torch.Tensor, ...], _out: torch.Tensor) -> None:
+        self.seen["input"] = args[0]
+
+    def __call__(self, states: States) -> States:
+        name = slot_name(self.slot)
+        match self.kind:
+            case "no-residual":
+                wrong = self.seen["block"]
+            case "normed":
+                last = self.slot == len(self.target.layers)
+                norm = self.target.norm if last else self._layer(self.slot).input_layernorm
+                wrong = norm(states[name])
+            case _:
+                weight = self._layer(self.slot - 1).mlp.down_proj.weight
+                wrong = self.seen["residual"] + linear(self.seen["input"], weight)
+        return {**states, name: wrong}
+
+
+class _StaleReplay:
+    """F6: a round hands out what an earlier round of the same shape captured, as a buffer outside a CUDA graph would.
+
+    Prefill runs without a graph and stays right. frozen: it is always the first round's; else the last one's.
+    """
+
+    def __init__(self, engine: Engine, injection: Injection, *, frozen: bool) -> None:
+        self.names = [slot_name(slot) for slot in _captured(engine, injection)]
+        self.frozen, self.in_round = frozen, False
+        self.kept: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        _change_states(engine, self._states)
+        runner, original = engine.runner, engine.runner.round
+
+        def round_(*args: object, **kwargs: object) -> object:
+            self.in_round = True
+            try:
+                return original(*args, **kwargs)  # type: ignore[arg-type]
+            finally:
+                self.in_round = False
+
+        runner.round = round_  # type: ignore[method-assign,assignment]
+
+    def _states(self, states: States) -> States:
+        if not self.in_round:
+            return states
+        bent = dict(states)
+        for name in self.names:
+            key = (name, states[name].shape)
+            bent[name] = self.kept.get(key, states[name])
+            if not self.frozen or key not in self.kept:
+                self.kept[key] = states[name].clone()
+        return bent
+
+
+# ---- the draft -------------------------------------------------------------------------------------------------------
+
+
+def _proposer(engine: Engine, injection: Injection) -> Eagle3Proposer:
+    proposer = engine.runner.proposer
+    if not isinstance(proposer, Eagle3Proposer):
+        raise _cannot(str(injection), "there is no draft at K = 0", "num_steps of 1 or more")
+    return proposer
+
+
+def _permute_features(proposer: Eagle3Proposer) -> None:
+    """F3: the draft reads its features with the first two slots exchanged; what traces hold is right."""
+    absorb, propose, count = proposer.absorb, proposer.propose, len(proposer.slots)
+    if count < 2:
+        raise _cannot("F3:kind=features", f"the draft reads {count} slot", "two or more slots")
+
+    def permuted(batch: DraftBatch) -> DraftBatch:
+        first, second, *others = batch.features.chunk(count, dim=-1)  # [B, R, n * h] -> n x [B, R, h]
+        return replace(batch, features=torch.cat((second, first, *others), dim=-1))
+
+    proposer.absorb = lambda batch: absorb(permuted(batch))  # type: ignore[method-assign]
+    proposer.propose = lambda batch: propose(permuted(batch))  # type: ignore[method-assign]
+
+
+def _feed_back_the_other_state(proposer: Eagle3Proposer) -> None:
+    """F19: the normed state is fed back where the draft was trained on the one before the norm, or the other way."""
+    network = proposer.network
+    normed = network.config.norm_output
+    network.feedback = lambda state: state if normed else network.norm(state)  # type: ignore[method-assign]
+
+
+class _StillRope:
+    """F19: from step 2 on, rope positions stay at the first step's; the cells of the cache move on."""
+
+    def __init__(self, proposer: Eagle3Proposer) -> None:
+        self.first: torch.Tensor | None = None  # [B, 1], slot that the round drafts from; None before its first step
+        propose, forward, network = proposer.propose, proposer.network.forward, proposer.network
+
+        def wrong_forward(
+            token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: object
+        ) -> torch.Tensor:
+            if self.first is not None:
+                positions = torch.where(positions >= 0, self.first, positions)
+            elif self.drafting:
+                self.first = positions.max(dim=1, keepdim=True).values  # [B, R] -> [B, 1]
+            return forward(token_ids, g, positions, attend)  # type: ignore[arg-type]
+
+        def wrong_propose(batch: DraftBatch) -> Proposal:
+            self.first, self.drafting = None, True
+            try:
+                return propose(batch)
+            finally:
+                self.first, self.drafting = None, False
+
+        self.drafting = False
+        network.forward = wrong_forward  # type: ignore[method-assign]
+        proposer.propose = wrong_propose  # type: ignore[method-assign]
+
+
+class _KeptDraftKV:
+    """F19: cells that a chain wrote for its own drafts are kept, not made again from the target's states.
+
+    Right in a request's first round, where no chain has run before; wrong in every later one.
+    """
+
+    def __init__(self, proposer: Eagle3Proposer) -> None:
+        self.chains: dict[str, tuple[int, int]] = {}  # request -> first and last cell that its last chain wrote
+        self.keep: torch.Tensor | None = None  # [B, R], rows whose cell stays as it is
+        self.index: torch.Tensor | None = None  # [B, R], their cells
+        self.proposer, propose, forward = proposer, proposer.propose, proposer.network.forward
+
+        def wrong_forward(
+            token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
+        ) -> torch.Tensor:
+            keep, index, self.keep = self.keep, self.index, None  # step 1 of the round only
+            if keep is None:
+                return forward(token_ids, g, positions, attend)
+
+            def keeping(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                assert proposer.cache is not None
+                old = proposer.cache.layers[0].flatten(0, 1)[index]  # [cells, 2, kv, d] -> [B, R, 2, kv, d]
+                kept = keep[..., None, None]
+                return attend(q, torch.where(kept, old[:, :, 0], k), torch.where(kept, old[:, :, 1], v))
+
+            return forward(token_ids, g, positions, keeping)
+
+        def wrong_propose(batch: DraftBatch) -> Proposal:
+            self._mark(batch)
+            return propose(batch)
+
+        proposer.network.forward = wrong_forward  # type: ignore[method-assign]
+        proposer.propose = wrong_propose  # type: ignore[method-assign]
+
+    def _mark(self, batch: DraftBatch) -> None:
+        """Finds the cells to keep, and notes which ones this round's chain will write."""
+        assert self.proposer.cache is not None
+        size = self.proposer.cache.block_size
+        written = [self.chains.get(request, (0, -1)) for request in batch.request_ids]
+        first, last = torch.tensor(written).T[..., None]  # [B, 2] -> 2 x [B, 1]
+        self.keep = (batch.positions >= first) & (batch.positions <= last)  # [B, R]
+        position = batch.positions.clamp(min=0)
+        self.index = batch.block_table.gather(1, position // size) * size + position % size  # [B, R]
+        slots = batch.positions.max(dim=1).values.tolist()
+        for request, slot, valid in zip(batch.request_ids, slots, batch.num_valid.tolist(), strict=True):
+            self.chains[request] = (slot + 1, slot + min(valid, self.proposer.num_steps) - 1)
+
+
+def _cannot(injection: str, found: str, expected: str) -> SlipstreamError:
+    return SlipstreamError(
+        f"{injection} cannot be injected: {found}",
+        expected=expected,
+        do="correct --inject, or the settings of the server",
+    )
