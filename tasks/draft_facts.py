@@ -64,7 +64,8 @@ def read_draft(path: Path) -> DraftFacts | None:
     if not (path / CONFIG).is_file():
         return None
     config = _object(path / CONFIG)
-    own = _object(path / RECORD) if (path / RECORD).is_file() else {}
+    records = [folder / RECORD for folder in _folders(path) if (folder / RECORD).is_file()]
+    own = _object(records[0]) if records else {}
     # An engine that finds something else than an object here goes on without it, and without a word.
     nested = config.get("eagle_config")
     nested = nested if isinstance(nested, Mapping) else {}
@@ -88,12 +89,14 @@ def read_draft(path: Path) -> DraftFacts | None:
     )
 
 
-def _trained_on(path: Path) -> tuple[tuple[str, ...] | None, Path | None]:
-    """(slots by name, the file that says so): slipstream.json, or the manifest of a stage, in the directory or above.
+def _folders(path: Path) -> tuple[Path, Path]:
+    """Where a record may lie: beside the draft, or above it, where one training keeps its checkpoints."""
+    return (path, path.absolute().parent)
 
-    A checkpoint (`.../output/4`) is one of several in the directory of its training, which holds the record of them.
-    """
-    for folder in (path, path.absolute().parent):
+
+def _trained_on(path: Path) -> tuple[tuple[str, ...] | None, Path | None]:
+    """(slots by name, the file that says so): slipstream.json or a stage's manifest, in the directory or above it."""
+    for folder in _folders(path):
         record, manifest = folder / RECORD, folder / MANIFEST
         if record.is_file():
             slots = _names(_object(record).get("slots"))

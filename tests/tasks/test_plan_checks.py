@@ -284,9 +284,10 @@ def test_ids_are_unique_and_every_check_has_words() -> None:
 
 def test_every_check_is_exercised_by_a_test() -> None:
     """A check without a test could have stopped to find anything."""
-    tested = {case[0] for case in CASES} | {"disk", "memory", "port", "pin", "target", "steps-trained"}
+    tested = {case[0] for case in CASES} | {"disk", "memory", "port", "pin", "target", "steps-trained", "serving-slots"}
     faults = {
-        path.name.split("_")[1].upper().replace("F0", "F") for path in Path(__file__).parents[1].glob("faults/*.py")
+        path.name.split("_")[1].upper().replace("F0", "F")
+        for path in Path(__file__).parents[1].glob("faults/test_f*.py")
     }
     assert {check.id for check in CHECKS} <= tested | faults
 
