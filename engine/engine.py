@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from slipstream.engine.acceptance import AcceptanceCounts
+from slipstream.engine.agreement import RankAgreement
 from slipstream.engine.block_manager import BlockManager
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
@@ -32,6 +33,7 @@ class Engine:
         config: sizes, K among them.
         proposer: makes the drafts of a round; None exactly at K = 0.
         capture_slots: slots that traces hold, beside those that the proposer reads.
+        agreement: compares the ranks after every step, where there are several.
 
     Raises SlipstreamError when the parts do not fit together.
     """
@@ -42,10 +44,11 @@ class Engine:
         config: EngineConfig | None = None,
         proposer: Proposer | None = None,
         capture_slots: tuple[int, ...] = (),
+        agreement: RankAgreement | None = None,
     ) -> None:
         config = config or EngineConfig()
         _check_fit(target, config, proposer)
-        self.target, self.config = target, config
+        self.target, self.config, self.agreement = target, config, agreement
         self.runner = Runner(target, config, proposer, capture_slots)
         blocks = BlockManager(config.total_blocks, config.block_size_tokens)
         self.scheduler = Scheduler(
@@ -104,6 +107,8 @@ class Engine:
             outputs += self._prefill(chunk)
         if self.scheduler.running:
             outputs += self._round(list(self.scheduler.running))
+        if self.agreement:
+            self.agreement.check()
         self._count_step(time.perf_counter() - began, before)
         return outputs
 
@@ -142,6 +147,9 @@ class Engine:
         sampling = SamplingBatch.from_params([request.params], [request.choice_index], self.config.device)
         result = self.runner.prefill(sequence.slot, chunk.start, chunk.end, sampling, request.request_id)
         self.stats.prompt_tokens += chunk.end - chunk.start
+        if self.agreement:
+            self.agreement.note_states(result.states)
+            self.agreement.note_tokens(*[] if result.token is None else [result.token])
         if sequence.recorder:
             states = {name: state[0] for name, state in result.states.items()}
             sequence.recorder.add(states, result.last[0], self.target.logits(result.last[0]))
@@ -161,6 +169,11 @@ class Engine:
         _, slots, sampling = self._batch
         result = self.runner.round(slots, sampling, [s.request.request_id for s in sequences])
         self.stats.rounds += 1
+        if self.agreement:
+            self.agreement.note_states(result.states)
+            self.agreement.note_tokens(result.tokens, result.accepted, result.start)
+            if result.proposal is not None:
+                self.agreement.note_drafts(result.proposal.tokens)
         outputs = []
         facts = zip(sequences, result.tokens.tolist(), result.accepted.tolist(), result.num_valid.tolist(), strict=True)
         for b, (sequence, tokens, accepted, num_valid) in enumerate(facts):

@@ -10,9 +10,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.layers import MergedLinear
+from slipstream.engine.layers import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
 from slipstream.engine.model_config import ModelConfig, read_model_json
 from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
 _MODELS = {"LlamaForCausalLM": LlamaModel}
 # Old checkpoints store the rope frequencies, which follow from the config.
@@ -20,8 +21,19 @@ _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def load_target(directory: str | Path, dtype: torch.dtype | str, device: torch.device | str = "cpu") -> LlamaModel:
+def load_target(
+    directory: str | Path,
+    dtype: torch.dtype | str,
+    device: torch.device | str = "cpu",
+    parallel: TensorParallel | None = None,
+) -> LlamaModel:
     """Loads the target of a Hugging Face directory (one safetensors file, or several and an index).
+
+    Args:
+        directory: of the target.
+        dtype: of the parameters.
+        device: where they go.
+        parallel: the ranks that share the target; this one reads its own part.
 
     Raises SlipstreamError for an unknown architecture, a truncated or unreadable file, and for any tensor that is
     missing, left over, or of another shape than the config says.
@@ -36,9 +48,9 @@ def load_target(directory: str | Path, dtype: torch.dtype | str, device: torch.d
             do="use a target of a known architecture",
         )
     with known_forms(directory / "config.json", "use another target"), torch.device(device):
-        model = _MODELS[config.architecture](config, dtype)
-    views = {_checkpoint_name(name): view for name, view in parameter_views(model).items()}
-    load_tensors(tensor_files(directory), views, alias=_tied_head(config), derived=_DERIVED)
+        model = _MODELS[config.architecture](config, dtype, parallel)
+    shards = {_checkpoint_name(name): shard for name, shard in parameter_shards(model).items()}
+    load_tensors(tensor_files(directory), shards, alias=_tied_head(config), derived=_DERIVED)
     return model.requires_grad_(False).eval()
 
 
@@ -59,18 +71,20 @@ def _tied_head(config: ModelConfig) -> Mapping[str, str]:
     return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
 
 
-def parameter_views(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter under its checkpoint name; the parts of a `MergedLinear` as views of its rows."""
-    views: dict[str, torch.Tensor] = {}
+def parameter_shards(module: nn.Module) -> dict[str, Shard]:
+    """Every parameter under its checkpoint name; the parts of a merged layer as views of its rows, under their own."""
+    shards: dict[str, Shard] = {}
     for path, child in module.named_modules():
-        for name, parameter in child.named_parameters(prefix=path, recurse=False):
-            if isinstance(child, MergedLinear):
-                parent = path.rpartition(".")[0]
-                for part, rows in child.part_slices().items():
-                    views[".".join(filter(None, (parent, part, "weight")))] = parameter.data[rows]
-            else:
-                views[name] = parameter.data
-    return views
+        if isinstance(child, MergedColumnParallelLinear):
+            parent = path.rpartition(".")[0]
+            own = {".".join(filter(None, (parent, part, "weight"))): s for part, s in child.shards().items()}
+        elif isinstance(child, Linear | VocabParallelEmbedding):
+            own = {f"{path}.{name}": shard for name, shard in child.shards().items()}
+        else:
+            parameters = child.named_parameters(prefix=path, recurse=False)
+            own = {name: Shard.whole(parameter.data) for name, parameter in parameters}
+        shards |= own
+    return shards
 
 
 def tensor_files(directory: Path) -> dict[str, list[str]]:
@@ -112,23 +126,25 @@ def tensor_files(directory: Path) -> dict[str, list[str]]:
 
 def load_tensors(
     files: Mapping[str, list[str]],
-    views: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard],
     *,
     alias: Mapping[str, str] | None = None,
     derived: re.Pattern[str] | None = None,
 ) -> None:
-    """Copies every tensor of `files` into the view of its name, in place.
+    """Copies this rank's part of every tensor of `files` into the view of its name, in place.
+
+    Files are mapped into memory, so that only the pages of that part are read.
 
     Args:
         files: path -> names, from `tensor_files`.
-        views: checkpoint name -> tensor to fill.
+        shards: checkpoint name -> what to fill with which part.
         alias: names that may repeat another tensor; the repeat must be equal.
         derived: names that follow from the config and are passed over.
 
     Raises SlipstreamError that lists what is missing, left over, misshaped or not a float tensor.
     """
     alias = alias or {}
-    missing = set(views)
+    missing = set(shards)
     faults: list[str] = []
     repeats: list[tuple[str, torch.Tensor]] = []
     for path, names in files.items():
@@ -136,23 +152,23 @@ def load_tensors(
             for name in names:
                 if derived is not None and derived.fullmatch(name):
                     continue
-                if name not in views and name not in alias:
+                if name not in shards and name not in alias:
                     faults.append(f"not used: {name} {file.get_slice(name).get_shape()}")
                     continue
                 tensor = file.get_tensor(name)
-                view = views[alias.get(name, name)]
+                shard = shards[alias.get(name, name)]
                 missing.discard(name)
                 if tensor.dtype not in _FLOATS:
                     faults.append(f"not a float tensor: {name} is {tensor.dtype}")
-                elif tensor.shape != view.shape:
-                    faults.append(f"shape: {name} is {list(tensor.shape)}, the config says {list(view.shape)}")
+                elif tensor.shape != shard.shape:
+                    faults.append(f"shape: {name} is {list(tensor.shape)}, the config says {list(shard.shape)}")
                 elif name in alias:
-                    repeats.append((name, tensor))
+                    repeats.append((name, shard.take(tensor)))
                 else:
-                    view.copy_(tensor)
-    faults += [f"missing: {name} {list(views[name].shape)}" for name in sorted(missing)]
+                    shard.view.copy_(shard.take(tensor))
+    faults += [f"missing: {name} {list(shards[name].shape)}" for name in sorted(missing)]
     for name, tensor in repeats:
-        if not faults and not torch.equal(tensor.to(views[alias[name]].dtype), views[alias[name]].cpu()):
+        if not faults and not torch.equal(tensor.to(shards[alias[name]].view.dtype), shards[alias[name]].view.cpu()):
             faults.append(f"{name} differs from {alias[name]}, to which the config ties it")
     if faults:
         raise SlipstreamError(

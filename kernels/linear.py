@@ -15,7 +15,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: [..., in_features], the dtype of `weight`.
-        weight: [out_features, in_features].
+        weight: [out_features, in_features]; a rank of a tensor-parallel group may hold none of either.
 
     Returns:
         [..., out_features].
@@ -24,6 +24,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """
     if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
         return F.linear(x, weight)
+    if not weight.numel():
+        return x.new_zeros(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])  # [..., in] -> [M, in]
     num_rows = rows.shape[0]
     if num_rows < _MIN_ROWS:

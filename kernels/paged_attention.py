@@ -63,7 +63,8 @@ def paged_attention(q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, s
     """Causal attention of every query row over the keys at positions <= its own.
 
     Args:
-        q: [B, R, heads, head_dim]; outputs of padding rows are not meant for use.
+        q: [B, R, heads, head_dim]; outputs of padding rows are not meant for use. A rank of a tensor-parallel group
+            may have no heads.
         cache: [num_blocks, block_size, 2, kv_heads, head_dim].
         rows: of this step.
         scale: multiplied onto q.k.
@@ -76,6 +77,8 @@ def paged_attention(q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, s
     """
     batch, num_rows, heads, head_dim = q.shape
     kv_heads = cache.shape[3]
+    if not heads:
+        return q
     if rows.first_block is None:
         kv = cache.index_select(0, rows.read_blocks)  # [B * blocks, block, 2, kv, d]
     else:

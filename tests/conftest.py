@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,20 @@ def _load(path: Path) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+@pytest.fixture(scope="session")
+def load_test_module() -> Callable[[Path], ModuleType]:
+    """Loads a helper module beside the tests by its path."""
+    return _load
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """Eight processes that form groups of 1, 2, 4 and 8 ranks (tests/engine/rank_pool.py)."""
+    pool = _load(_TESTS / "engine" / "rank_pool.py").RankPool(8)
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="session")

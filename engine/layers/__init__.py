@@ -1,8 +1,23 @@
 """Layers that targets and drafts are built from."""
 
-from slipstream.engine.layers.linear import Linear, MergedLinear
+from slipstream.engine.layers.embedding import VocabParallelEmbedding
+from slipstream.engine.layers.linear import (
+    ColumnParallelLinear,
+    Linear,
+    MergedColumnParallelLinear,
+    RowParallelLinear,
+)
 from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.layers.norm import RMSNorm
 from slipstream.engine.layers.rotary import RotaryEmbedding
 
-__all__ = ["GatedMLP", "Linear", "MergedLinear", "RMSNorm", "RotaryEmbedding"]
+__all__ = [
+    "ColumnParallelLinear",
+    "GatedMLP",
+    "Linear",
+    "MergedColumnParallelLinear",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+]

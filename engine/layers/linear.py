@@ -1,8 +1,17 @@
-"""Linear layers. A layer owns the loading of its weight; the rest of the code reads as if there were one device."""
+"""Linear layers without bias. A layer owns the loading of its weight; each rank holds, and reads, only its part.
+
+Linear                      the whole weight on every rank
+ColumnParallelLinear        output features are cut: each rank makes its part of y
+MergedColumnParallelLinear  several of those with one input, run as one
+RowParallelLinear           input features are cut: each rank makes a partial sum of all of y, then they are reduced
+"""
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from slipstream.engine.tensor_parallel import AllReduce, Cut, Shard, TensorParallel
 from slipstream.kernels.linear import linear
 
 
@@ -17,18 +26,40 @@ class Linear(nn.Module):
         """[..., in_features] -> [..., out_features]."""
         return linear(x, self.weight)
 
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name below this layer -> where it goes."""
+        return {"weight": Shard.whole(self.weight.data)}
 
-class MergedLinear(Linear):
-    """Several linear layers of one input, their weights stacked by rows and run as one.
+
+class ColumnParallelLinear(Linear):
+    """This rank's output features.
+
+    Args:
+        in_features: input width, whole on every rank.
+        cut: output features of this rank.
+    """
+
+    def __init__(self, in_features: int, cut: Cut, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(in_features, cut.size, dtype=dtype)
+        self.cut = cut
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": Shard.of(self.weight.data, 0, self.cut)}
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several column-parallel layers of one input, their weights stacked by rows and run as one.
 
     Args:
         in_features: shared input width.
-        parts: name -> output rows of each part, in stacking order (checkpoints store the parts under these names).
+        cuts: name -> this rank's output rows of each part, in stacking order (checkpoints store the parts, whole, under
+            these names, beside this layer).
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int], *, dtype: torch.dtype | None = None) -> None:
-        super().__init__(in_features, sum(parts.values()), dtype=dtype)
-        self.parts = dict(parts)
+    def __init__(self, in_features: int, cuts: Mapping[str, Cut], *, dtype: torch.dtype | None = None) -> None:
+        super().__init__(in_features, sum(cut.size for cut in cuts.values()), dtype=dtype)
+        self.cuts = dict(cuts)
+        self.parts = {name: cut.size for name, cut in cuts.items()}
 
     def part_slices(self) -> dict[str, slice]:
         """Rows of `weight` that hold each part."""
@@ -38,6 +69,38 @@ class MergedLinear(Linear):
             start += rows
         return slices
 
+    def shards(self) -> dict[str, Shard]:
+        """Part name -> where it goes."""
+        return {n: Shard.of(self.weight.data[rows], 0, self.cuts[n]) for n, rows in self.part_slices().items()}
+
     def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[..., sum of rows] -> one [..., rows] a part."""
         return y.split(list(self.parts.values()), dim=-1)
+
+
+class RowParallelLinear(Linear):
+    """All output features, from this rank's input features and everybody else's.
+
+    Args:
+        cut: input features of this rank.
+        out_features: output width, whole on every rank.
+        parallel: the ranks.
+    """
+
+    def __init__(
+        self, cut: Cut, out_features: int, parallel: TensorParallel, *, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(cut.size, out_features, dtype=dtype)
+        self.cut = cut
+        self.reduce = AllReduce(parallel)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's input [..., cut.size] -> its part of the sum [..., out_features]."""
+        return linear(x, self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's input [..., cut.size] -> the sum over all ranks [..., out_features]."""
+        return self.reduce(self.partial(x))
+
+    def shards(self) -> dict[str, Shard]:
+        return {"weight": Shard.of(self.weight.data, 1, self.cut)}

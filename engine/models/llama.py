@@ -5,36 +5,46 @@ from torch import nn
 
 from slipstream.engine.capture import slot_name
 from slipstream.engine.kv_cache import KVCache, PagedKV
-from slipstream.engine.layers import GatedMLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding
+from slipstream.engine.layers import (
+    ColumnParallelLinear,
+    GatedMLP,
+    MergedColumnParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.target import TargetOutput
+from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
 from slipstream.kernels.linear import linear
 from slipstream.kernels.paged_attention import AttentionRows, paged_attention, write_kv
 from slipstream.kernels.rotary import apply_rotary
 
 
 class LlamaAttention(nn.Module):
-    """Self-attention of one layer over its paged cache."""
+    """Self-attention of one layer over its paged cache: this rank's heads."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        parts = {
-            "q_proj": config.num_heads * config.head_dim,
-            "k_proj": config.num_kv_heads * config.head_dim,
-            "v_proj": config.num_kv_heads * config.head_dim,
-        }
-        self.qkv_proj = MergedLinear(config.hidden_size, parts, dtype=dtype)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, dtype=dtype)
+        heads = parallel.cut_heads(config.num_heads, config.num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.q.size, heads.kv.size, config.head_dim
+        q, kv = heads.q.times(config.head_dim), heads.kv.times(config.head_dim)
+        cuts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = MergedColumnParallelLinear(config.hidden_size, cuts, dtype=dtype)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, parallel, dtype=dtype)
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, rows: AttentionRows
     ) -> torch.Tensor:
         """x [B, R, h]; cos, sin [B, R, d]; cache: this layer's -> [B, R, h]."""
-        qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [B, R, h] -> [B, R, nq + 2 nkv, d]
-        rotated = apply_rotary(qkv[:, :, : self.num_heads + self.num_kv_heads], cos, sin)  # q and k in one go
+        num_rotated = self.num_heads + self.num_kv_heads
+        qkv = self.qkv_proj(x).unflatten(
+            -1, (num_rotated + self.num_kv_heads, self.head_dim)
+        )  # -> [B, R, nq + 2 nkv, d]
+        rotated = apply_rotary(qkv[:, :, :num_rotated], cos, sin)  # q and k in one go
         q, k = rotated.split((self.num_heads, self.num_kv_heads), dim=2)  # [B, R, nq, d], [B, R, nkv, d]
-        write_kv(k, qkv[:, :, self.num_heads + self.num_kv_heads :], cache, rows)
+        write_kv(k, qkv[:, :, num_rotated:], cache, rows)
         mixed = paged_attention(q, cache, rows, self.head_dim**-0.5)
         return self.o_proj(mixed.flatten(2))  # [B, R, nq, d] -> [B, R, nq * d] -> [B, R, h]
 
@@ -42,12 +52,12 @@ class LlamaAttention(nn.Module):
 class LlamaLayer(nn.Module):
     """One decoder layer. The add of a block's output to the residual stream is left to the norm behind it."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = LlamaAttention(config, dtype)
+        self.self_attn = LlamaAttention(config, parallel, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, parallel, dtype=dtype)
 
     def forward(
         self,
@@ -83,22 +93,25 @@ class LlamaModel(nn.Module):
     Args:
         config: shapes and constants.
         dtype: of the parameters; None is torch's default.
+        parallel: the ranks that share every layer, and which of them this is.
 
     Parameters come uninitialised: `engine.loader` fills them. Their names are those of the Hugging Face checkpoint
     without the leading `model.`, but for `qkv_proj` and `gate_up_proj`, which hold their parts stacked by rows.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, parallel: TensorParallel | None = None
+    ) -> None:
         super().__init__()
-        self.config = config
-        self.embed_tokens = nn.Embedding.from_pretrained(
-            torch.empty(config.vocab_size, config.hidden_size, dtype=dtype), freeze=False
-        )
-        self.layers = nn.ModuleList([LlamaLayer(config, dtype) for _ in range(config.num_layers)])
+        self.config, self.parallel = config, parallel or single()
+        vocabulary, hidden = config.vocab_size, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(vocabulary, hidden, self.parallel, dtype=dtype)
+        self.layers = nn.ModuleList([LlamaLayer(config, self.parallel, dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
+            self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(vocabulary), dtype=dtype)
+        self.gather_vocabulary = GatherVocabulary(vocabulary, self.parallel)
         self.rotary = RotaryEmbedding(config.head_dim, config.max_position, config.rope_theta, config.rope_scaling)
 
     def forward(
@@ -132,14 +145,15 @@ class LlamaModel(nn.Module):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, h]."""
+        """[V, h]; this rank's rows of it where there are several."""
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]."""
-        return linear(self.final_norm(last), self.head_weight)
+        return self.gather_vocabulary(linear(self.final_norm(last), self.head_weight))
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
-        """An empty cache of this model's shape."""
+        """An empty cache of this model's shape, for this rank's KV heads."""
         weight, c = self.embed_tokens.weight, self.config
-        return KVCache(c.num_layers, num_blocks, block_size, c.num_kv_heads, c.head_dim, weight.dtype, weight.device)
+        kv_heads = self.parallel.cut_heads(c.num_heads, c.num_kv_heads).kv.size
+        return KVCache(c.num_layers, num_blocks, block_size, kv_heads, c.head_dim, weight.dtype, weight.device)

@@ -8,6 +8,7 @@ import torch
 
 from slipstream.engine.kv_cache import KVCache, PagedKV
 from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class TargetModel(Protocol):
     """A loaded target."""
 
     config: ModelConfig
+    parallel: TensorParallel
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, capture: tuple[int, ...] = ()
@@ -38,10 +40,10 @@ class TargetModel(Protocol):
 
     @property
     def head_weight(self) -> torch.Tensor:
-        """[V, h]."""
+        """[V, h]; this rank's rows of it where there are several."""
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]: final norm, then head."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
-        """An empty cache of this model's shape, in its dtype, on its device."""
+        """An empty cache of this model's shape (this rank's KV heads), in its dtype, on its device."""

@@ -21,7 +21,8 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
-from slipstream.engine.loader import known_forms, parameter_views
+from slipstream.engine.loader import known_forms, parameter_shards
+from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
 WEIGHTS = "model.safetensors"
 # Other writers' names of the one layer, which both engines take for `midlayer`.
@@ -32,13 +33,16 @@ def to_tensors(network: Eagle3Network, dtype: torch.dtype | None = None) -> dict
     """The network's parameters by file name, d2t and t2d included.
 
     Args:
-        network: a draft.
+        network: a draft, whole on this rank.
         dtype: of the parameters in the file; None keeps theirs.
 
     Returns:
         name -> contiguous tensor on the CPU: parameters in `dtype`, d2t int64 [Vd], t2d bool [V].
     """
-    tensors = {name: view.to("cpu", dtype or view.dtype) for name, view in parameter_views(network).items()}
+    if network.parallel.size != 1:
+        raise ValueError(f"rank {network.parallel.rank} of {network.parallel.size} holds only a part of the draft")
+    views = {name: shard.view for name, shard in parameter_shards(network).items()}
+    tensors = {name: view.to("cpu", dtype or view.dtype) for name, view in views.items()}
     d2t = network.d2t.to("cpu", torch.int64)
     t2d = torch.zeros(network.config.vocab_size, dtype=torch.bool)
     ids = d2t + torch.arange(len(d2t))
@@ -53,6 +57,7 @@ def from_tensors(
     *,
     where: str,
     target_embedding: torch.Tensor | None = None,
+    parallel: TensorParallel | None = None,
     skip: Collection[str] = (),
 ) -> Eagle3Network:
     """A network from tensors by file name.
@@ -62,8 +67,9 @@ def from_tensors(
         tensors: as `to_tensors` gives them; `layers.0.` is read as `midlayer.`.
         dtype: of the network's parameters.
         where: what is read, for errors.
-        target_embedding: [V, h]; taken where the tensors hold no `embed_tokens.weight`, and shared where they hold the
-            same bits.
+        target_embedding: [V, h] (this rank's rows of it); taken where the tensors hold no `embed_tokens.weight`, and
+            shared where they hold the same bits.
+        parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.
 
     Raises SlipstreamError: F8 for names and shapes, F9 for the draft vocabulary.
@@ -72,10 +78,10 @@ def from_tensors(
         (f"midlayer.{name.removeprefix(_LAYER_ALIAS)}" if name.startswith(_LAYER_ALIAS) else name): tensor
         for name, tensor in tensors.items()
     }
-    network = Eagle3Network(config, dtype)
-    views = parameter_views(network) | {"d2t": network.d2t}
+    network = Eagle3Network(config, dtype, parallel)
+    shards = parameter_shards(network) | {"d2t": Shard.whole(network.d2t)}
     check_vocabulary(tensors, config.vocab_size, config.draft_vocab_size, where=where, skip=skip)
-    needed = {name: view.shape for name, view in views.items()} | {"t2d": torch.Size([config.vocab_size])}
+    needed = {name: shard.shape for name, shard in shards.items()} | {"t2d": torch.Size([config.vocab_size])}
     # A reduced vocabulary's lm_head and d2t belong to the check above; a whole one needs no map.
     optional = {"d2t", "t2d"} | ({"lm_head.weight"} if config.draft_vocab_size < config.vocab_size else set())
     if target_embedding is not None:
@@ -83,9 +89,9 @@ def from_tensors(
     found = {name: tensor.shape for name, tensor in tensors.items()}
     check_names_and_shapes(found, needed, where=where, optional=optional, skip=skip)
     with torch.no_grad():
-        for name, view in views.items():
-            if name in tensors and tensors[name].shape == view.shape:
-                view.copy_(tensors[name])
+        for name, shard in shards.items():
+            if name in tensors and tensors[name].shape == shard.shape:
+                shard.view.copy_(shard.take(tensors[name]))
     if target_embedding is not None:
         shared = target_embedding.detach().to(dtype)
         if "embed_tokens.weight" not in tensors or torch.equal(network.embed_tokens.weight, shared):
@@ -138,6 +144,7 @@ def load_draft(
     target_embedding: torch.Tensor | None = None,
     slots: tuple[int, ...] | None = None,
     target_num_layers: int | None = None,
+    parallel: TensorParallel | None = None,
     skip: Collection[str] = (),
 ) -> Eagle3Network:
     """Loads a draft directory, its own or one of the same form by another trainer.
@@ -145,8 +152,10 @@ def load_draft(
     Args:
         directory: see the head of this file.
         dtype: of the parameters; None is that of the file.
-        target_embedding: [V, h], for a draft that leaves its embedding to the target's or holds a copy of it.
+        target_embedding: [V, h] (this rank's rows of it), for a draft that leaves its embedding to the target's or
+            holds a copy of it.
         slots, target_num_layers: for a draft without slipstream.json.
+        parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.
 
     Raises SlipstreamError: F8, F9, F2 and F3 (config.json and slipstream.json disagree), a form that no layer has, or
@@ -159,7 +168,13 @@ def load_draft(
         dtype = getattr(torch, value.get("dtype") or value.get("torch_dtype") or "float32")
     with known_forms(directory / CONFIG, "use another draft"):
         return from_tensors(
-            config, tensors, dtype, where=str(directory / WEIGHTS), target_embedding=target_embedding, skip=skip
+            config,
+            tensors,
+            dtype,
+            where=str(directory / WEIGHTS),
+            target_embedding=target_embedding,
+            parallel=parallel,
+            skip=skip,
         )
 
 

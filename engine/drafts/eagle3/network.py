@@ -17,7 +17,17 @@ import torch
 from torch import nn
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
-from slipstream.engine.layers import GatedMLP, Linear, MergedLinear, RMSNorm, RotaryEmbedding
+from slipstream.engine.layers import (
+    ColumnParallelLinear,
+    GatedMLP,
+    Linear,
+    MergedColumnParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
 from slipstream.kernels.rotary import apply_rotary
 
 # attend(q [..., heads, d], k [..., kv_heads, d], v [..., kv_heads, d]) -> [..., heads, d]; q and k are rotated already.
@@ -25,18 +35,16 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Eagle3Attention(nn.Module):
-    """Projections of the draft's attention: 2h wide inputs, h wide output."""
+    """Projections of the draft's attention, this rank's heads: 2h wide inputs, h wide output."""
 
-    def __init__(self, config: Eagle3Config, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: Eagle3Config, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        parts = {
-            "q_proj": config.num_heads * config.head_dim,
-            "k_proj": config.num_kv_heads * config.head_dim,
-            "v_proj": config.num_kv_heads * config.head_dim,
-        }
-        self.qkv_proj = MergedLinear(2 * config.hidden_size, parts, dtype=dtype)
-        self.o_proj = Linear(config.num_heads * config.head_dim, config.hidden_size, dtype=dtype)
+        heads = parallel.cut_heads(config.num_heads, config.num_kv_heads)
+        self.num_heads, self.num_kv_heads, self.head_dim = heads.q.size, heads.kv.size, config.head_dim
+        q, kv = heads.q.times(config.head_dim), heads.kv.times(config.head_dim)
+        cuts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        self.qkv_proj = MergedColumnParallelLinear(2 * config.hidden_size, cuts, dtype=dtype)
+        self.o_proj = RowParallelLinear(q, config.hidden_size, parallel, dtype=dtype)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         """x [..., 2h]; cos, sin [..., d] of the rows' positions -> [..., h]."""
@@ -50,14 +58,14 @@ class Eagle3Attention(nn.Module):
 class Eagle3Layer(nn.Module):
     """The draft's one decoder layer, which reads the token's embedding beside the feature."""
 
-    def __init__(self, config: Eagle3Config, dtype: torch.dtype | None) -> None:
+    def __init__(self, config: Eagle3Config, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Eagle3Attention(config, dtype)
+        self.self_attn = Eagle3Attention(config, parallel, dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, parallel, dtype=dtype)
 
     def forward(
         self, embedding: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
@@ -77,24 +85,29 @@ class Eagle3Network(nn.Module):
     Args:
         config: shapes and switches.
         dtype: of the parameters; None is torch's default.
+        parallel: the ranks that serve it together; training has one. Embedding and head are cut by vocabulary, the
+            layer by heads and features; `fc` and the norms are whole on every rank.
 
     Parameters come uninitialised (norm weights 1, d2t all zero): `engine.training.init` or a checkpoint fills them.
     The parameters' names are those of the plain Hugging Face EAGLE-3 form, but for `qkv_proj` and `gate_up_proj`, which
     hold q, k, v and gate, up stacked by rows.
     """
 
-    def __init__(self, config: Eagle3Config, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, config: Eagle3Config, dtype: torch.dtype | None = None, parallel: TensorParallel | None = None
+    ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.parallel = config, parallel or single()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.embed_tokens = nn.Embedding(config.vocab_size, hidden, dtype=dtype)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, hidden, self.parallel, dtype=dtype)
         self.input_norm = RMSNorm(config.feature_size, eps, dtype=dtype) if config.norm_before_fc else None
         norms = [RMSNorm(config.target_hidden_size, eps, dtype=dtype) for _ in config.slots]
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = Linear(config.feature_size, hidden, dtype=dtype)
-        self.midlayer = Eagle3Layer(config, dtype)
+        self.midlayer = Eagle3Layer(config, self.parallel, dtype)
         self.norm = RMSNorm(hidden, eps, dtype=dtype)
-        self.lm_head = Linear(hidden, config.draft_vocab_size, dtype=dtype)
+        self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(config.draft_vocab_size), dtype=dtype)
+        self.gather_vocabulary = GatherVocabulary(config.draft_vocab_size, self.parallel)
         self.rotary = RotaryEmbedding(config.head_dim, config.max_position, config.rope_theta, config.rope_scaling)
         # Offsets, as checkpoints store them: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
@@ -136,7 +149,7 @@ class Eagle3Network(nn.Module):
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """State [..., h] -> logits over the draft vocabulary [..., Vd]."""
-        return self.lm_head(self.norm(state))
+        return self.gather_vocabulary(self.lm_head(self.norm(state)))
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids [...] int64 -> target ids [...]."""

@@ -33,8 +33,8 @@ class Eagle3Proposer:
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         """Makes the draft's cache, under the block numbers of the target's."""
-        c, device = self.network.config, self.network.d2t.device
-        self.cache = KVCache(1, num_blocks, block_size, c.num_kv_heads, c.head_dim, dtype, device)
+        attention, device = self.network.midlayer.self_attn, self.network.d2t.device
+        self.cache = KVCache(1, num_blocks, block_size, attention.num_kv_heads, attention.head_dim, dtype, device)
 
     @torch.inference_mode()
     def absorb(self, batch: DraftBatch) -> None:

@@ -1,0 +1,160 @@
+"""Tensor parallelism: who the ranks are, and which part of an axis each of them holds.
+
+An explicit object, handed to a model's constructor: its layers ask it for their share, and reduce or gather through it.
+Everything else reads as if there were one device. Shards may be uneven, and empty where there are more ranks than
+rows: an empty shard adds nothing to a sum.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.kernels.all_gather import all_gather
+from slipstream.kernels.all_reduce import all_reduce
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part start..stop - 1 of an axis of `total` entries that one rank holds."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def whole(cls, total: int) -> "Cut":
+        return cls(0, total, total)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def times(self, width: int) -> "Cut":
+        """The same part where every entry is `width` rows."""
+        return Cut(self.start * width, self.stop * width, self.total * width)
+
+
+@dataclass(frozen=True)
+class HeadCut:
+    """Attention heads of one rank: query heads and the KV heads that they read; q.size is a multiple of kv.size."""
+
+    q: Cut
+    kv: Cut
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """This rank's place among the ranks.
+
+    Args:
+        rank: 0..size - 1; rank 0 speaks with the world.
+        size: ranks that share every layer.
+        group: what they exchange tensors through (a torch process group); None exactly at size 1.
+    """
+
+    rank: int = 0
+    size: int = 1
+    group: Any = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size or (self.group is None) != (self.size == 1):
+            raise ValueError(f"rank {self.rank} of {self.size} ranks, group {self.group}")
+
+    def cut(self, total: int) -> Cut:
+        """This rank's part of an axis of `total` entries: contiguous, the first ranks one longer where it is uneven."""
+        return _cut(total, self.rank, self.size)
+
+    def cut_heads(self, num_heads: int, num_kv_heads: int) -> HeadCut:
+        """This rank's heads. Groups stay whole: on every rank the same number of query heads reads each KV head.
+
+        Up to as many ranks as KV heads, each has a range of KV heads with all their query heads. With more ranks than
+        that, the ranks are divided over the KV heads, and each KV head's query heads over its ranks; a rank that is
+        left without a query head holds no KV head either.
+        """
+        group = num_heads // num_kv_heads
+        if self.size <= num_kv_heads:
+            kv = self.cut(num_kv_heads)
+            return HeadCut(Cut(kv.start * group, kv.stop * group, num_heads), kv)
+        for head in range(num_kv_heads):
+            ranks = _cut(self.size, head, num_kv_heads)
+            if ranks.start <= self.rank < ranks.stop:
+                q = _cut(group, self.rank - ranks.start, ranks.size)
+                kv = Cut(head, head + min(q.size, 1), num_kv_heads)
+                return HeadCut(Cut(head * group + q.start, head * group + q.stop, num_heads), kv)
+        raise AssertionError("every rank belongs to a KV head")
+
+
+def single() -> TensorParallel:
+    """One device: nothing is cut, nothing is exchanged."""
+    return TensorParallel()
+
+
+class AllReduce(nn.Module):
+    """The sum of all ranks' partial results. A module, so that a hook sees what goes in (partial) and comes out."""
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.parallel = parallel
+
+    def forward(self, partial: torch.Tensor) -> torch.Tensor:
+        """[...] of each rank -> their sum [...], the same bits on every rank."""
+        return partial if self.parallel.size == 1 else all_reduce(partial, self.parallel.group)
+
+
+class GatherVocabulary(nn.Module):
+    """Logits over the whole vocabulary on every rank, from each rank's part: the one place where they are put together.
+
+    Args:
+        vocab_size: rows of the head, cut by `TensorParallel.cut`.
+        parallel: the ranks.
+    """
+
+    def __init__(self, vocab_size: int, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.vocab_size, self.parallel = vocab_size, parallel
+
+    def forward(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [..., Vr] -> [..., V]."""
+        if self.parallel.size == 1:
+            return logits
+        sizes = [_cut(self.vocab_size, rank, self.parallel.size).size for rank in range(self.parallel.size)]
+        return torch.cat(all_gather(logits, sizes, self.parallel.group), dim=-1)  # size x [..., Vr] -> [..., V]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank keeps of one tensor of a checkpoint.
+
+    Args:
+        view: the tensor to fill.
+        shape: of the whole tensor.
+        dim: the axis that is cut.
+        start: where on that axis this rank's part begins.
+    """
+
+    view: torch.Tensor
+    shape: torch.Size
+    dim: int = 0
+    start: int = 0
+
+    @classmethod
+    def whole(cls, view: torch.Tensor) -> "Shard":
+        return cls(view, view.shape)
+
+    @classmethod
+    def of(cls, view: torch.Tensor, dim: int, cut: Cut) -> "Shard":
+        shape = list(view.shape)
+        shape[dim] = cut.total
+        return cls(view, torch.Size(shape), dim, cut.start)
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole tensor, without a copy."""
+        return tensor.narrow(self.dim, self.start, self.view.shape[self.dim]) if tensor.dim() else tensor
+
+
+def _cut(total: int, rank: int, size: int) -> Cut:
+    base, longer = divmod(total, size)
+    start = rank * base + min(rank, longer)
+    return Cut(start, start + base + (rank < longer), total)

@@ -1,0 +1,153 @@
+"""What ranks run together in the tests of tensor parallelism: functions of (parallel, ...), results are pickled."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from slipstream.engine.agreement import RankAgreement, check_same
+from slipstream.engine.capture import slot_name
+from slipstream.engine.config import EngineConfig
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft
+from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
+from slipstream.engine.engine import Engine
+from slipstream.engine.loader import load_target
+from slipstream.engine.proposer import OracleProposer
+from slipstream.engine.runner import capture_states
+from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.tensor_parallel import TensorParallel
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and what it is asked. `recordings`: an oracle replays them instead of the draft."""
+
+    target: str
+    draft: str | None
+    num_steps: int
+    prompts: Sequence[Sequence[int]]
+    params: Sequence[SamplingParams]
+    dtype: str = "float32"
+    recordings: dict[str, list[int]] | None = None
+    capture: tuple[int, ...] = ()
+    agreement: bool = True
+    compare_states: bool = True
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a rank saw. tensors: name -> every captured slot, teacher and draft logits of all requests, side by side."""
+
+    tokens: list[list[int]]
+    tensors: dict[str, torch.Tensor]
+    acceptance: dict[int, dict[str, Any]]
+    heads: tuple[int, int]
+    kv_heads: int
+
+    def bits(self) -> str:
+        """Digest of all that must be the same on every rank."""
+        parts = [repr((self.tokens, self.acceptance)).encode()]
+        parts += [name.encode() + tensor.numpy().tobytes() for name, tensor in sorted(self.tensors.items())]
+        return hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def make_engine(parallel: TensorParallel, case: Case) -> Engine:
+    """The engine of `case` on this rank."""
+    target = load_target(case.target, case.dtype, parallel=parallel)
+    config = EngineConfig(
+        num_steps=case.num_steps,
+        max_running_requests=3,
+        max_context_tokens=128,
+        prefill_chunk_tokens=16,
+        dtype=case.dtype,
+    )
+    proposer: Any = None
+    if case.draft is not None and case.num_steps:
+        from pathlib import Path
+
+        network = load_draft(
+            Path(case.draft),
+            getattr(torch, case.dtype),
+            target_embedding=target.embed_tokens.weight,
+            parallel=parallel,
+        ).eval()
+        proposer = Eagle3Proposer(network, case.num_steps)
+    if case.recordings is not None:
+        proposer = OracleProposer(
+            case.num_steps, case.recordings, target.config.vocab_size, (0.6, 0.4, 0.2), seed=3, inner=proposer
+        )
+    agreement = None
+    if parallel.size > 1 and case.agreement:
+        agreement = RankAgreement(parallel, compare_states=case.compare_states)
+    return Engine(target, config, proposer, case.capture, agreement)
+
+
+def serve(parallel: TensorParallel, case: Case) -> Served:
+    """Answers all prompts with traces."""
+    return _answer(make_engine(parallel, case), case)
+
+
+def _answer(engine: Engine, case: Case) -> Served:
+    answers = engine.generate(case.prompts, case.params, trace=True)
+    traces = [answer.trace for answer in answers if answer.trace is not None]
+    tensors = {name: torch.cat([t.states[name] for t in traces]) for name in traces[0].states}
+    tensors["teacher"] = torch.cat([t.teacher for t in traces])
+    logits = [r.draft_logits[: r.num_valid] for t in traces for r in t.rounds if r.draft_logits is not None]
+    if logits:
+        tensors["draft logits"] = torch.cat(logits)
+    attention = engine.target.layers[0].self_attn
+    return Served(
+        [answer.token_ids for answer in answers],
+        tensors,
+        {k: counts.to_dict() for k, counts in engine.stats.acceptance.items()},
+        (attention.num_heads, attention.num_kv_heads),
+        engine.runner.cache.layers[0].shape[3],
+    )
+
+
+def teacher_forced(
+    parallel: TensorParallel, target_dir: str, dtype: str, token_ids: Sequence[int]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits [T, V], every state) of one text, from serving's own prefill."""
+    target = load_target(target_dir, dtype, parallel=parallel)
+    slots = tuple(range(target.config.num_layers + 1))
+    states, teacher = capture_states(target, token_ids, slots, prefill_chunk_tokens=32)
+    with torch.inference_mode():
+        return target.logits(teacher).clone(), {name: state.clone() for name, state in states.items()}
+
+
+def partial_capture(parallel: TensorParallel, case: Case, rank: int | None, slot: int) -> Served:
+    """As `serve`, but `slot` is captured before its reduce, on `rank` alone (None: on every rank)."""
+    engine = make_engine(parallel, case)
+    if rank is None or rank == parallel.rank:
+        inject_partial_capture(engine.target, slot)
+    return _answer(engine, case)
+
+
+def inject_partial_capture(target: Any, slot: int) -> None:
+    """F5: the state at `slot` is handed out as it was before the all-reduce that finished it."""
+    kept: list[torch.Tensor] = []
+    reduce = target.embed_tokens.reduce if slot == 0 else target.layers[slot - 1].mlp.down_proj.reduce
+    reduce.register_forward_hook(lambda _module, inputs, _output: kept.append(inputs[0] - _output))
+    whole = target.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = whole(*args, **kwargs)
+        name = slot_name(slot)
+        if name in out.states:
+            out.states[name] = out.states[name] + kept[-1]
+        kept.clear()
+        return out
+
+    target.forward = forward
+
+
+def facts_of(parallel: TensorParallel, odd_rank: int) -> str:
+    """`check_same` where one rank found another file: what it said."""
+    try:
+        check_same(parallel, {"version": 1, "weights": "b" if parallel.rank == odd_rank else "a"})
+    except Exception as error:
+        return str(error)
+    return ""

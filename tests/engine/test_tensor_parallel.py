@@ -1,0 +1,164 @@
+"""Tensor parallelism over gloo: 1, 2, 4 and 8 ranks give the same tokens, slots, draft logits and A_k, on every one."""
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.drafts.eagle3.checkpoint import save_draft
+from slipstream.engine.drafts.eagle3.hf_config import DraftRecord
+from slipstream.engine.drafts.eagle3.layer_ids import Family
+from slipstream.engine.handover import TargetIdentity
+from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.tensor_parallel import TensorParallel
+
+JOBS = Path(__file__).with_name("parallel_jobs.py")
+SIZES = (2, 4, 8)
+SLOTS = (0, 1, 2)
+# Largest error of a state or logit in fp32, as a share of the largest value there.
+BOUND = 2e-5
+
+# Heads, KV heads and vocabularies that the ranks do not divide; the draft has 4 heads, 2 KV heads and 66 tokens.
+MODELS = {
+    "4/2 tied": {},
+    "9/3 untied": {
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "hidden_size": 72,
+        "intermediate_size": 100,
+        "tie_word_embeddings": False,
+    },
+    "4/4 tied": {"num_key_value_heads": 4, "intermediate_size": 90},
+    "8/2 untied": {"num_attention_heads": 8, "head_dim": 16, "vocab_size": 203, "tie_word_embeddings": False},
+}
+
+
+@pytest.fixture(scope="module")
+def jobs(load_test_module) -> ModuleType:
+    return load_test_module(JOBS)
+
+
+@pytest.fixture(scope="module")
+def models(tiny, tmp_path_factory) -> dict[str, tuple[str, str]]:
+    """Name -> directories of a target and its draft."""
+    made = {}
+    for i, (name, sizes) in enumerate(MODELS.items()):
+        root = tmp_path_factory.mktemp("model")
+        target = tiny.tiny_target(root / "target", seed=i, dtype=torch.float32, num_hidden_layers=3, **sizes)
+        record = DraftRecord(TargetIdentity.from_dir(root / "target"), Family.LLAMA, "0" * 64)
+        save_draft(root / "draft", tiny.tiny_draft(target, seed=i, slots=SLOTS), record)
+        made[name] = (str(root / "target"), str(root / "draft"))
+    return made
+
+
+class Layout:
+    """What all ranks of a size hold."""
+
+    def __init__(self, size: int, num_heads: int, num_kv_heads: int) -> None:
+        ranks = [TensorParallel(rank, size, group=None if size == 1 else object()) for rank in range(size)]
+        self.cuts = [rank.cut_heads(num_heads, num_kv_heads) for rank in ranks]
+
+
+@given(size=st.integers(1, 40), num_kv_heads=st.integers(1, 16), group=st.integers(1, 16))
+def test_every_query_head_is_on_one_rank_with_its_kv_head(size, num_kv_heads, group):
+    num_heads = num_kv_heads * group
+    cuts = Layout(size, num_heads, num_kv_heads).cuts
+    assert [head for cut in cuts for head in range(cut.q.start, cut.q.stop)] == list(range(num_heads))
+    for cut in cuts:
+        assert (cut.q.total, cut.kv.total) == (num_heads, num_kv_heads)
+        if not cut.q.size:
+            assert cut.kv.size == 0
+            continue
+        each = cut.q.size // cut.kv.size  # the kernel's rule: local query head i reads local KV head i // each
+        assert each * cut.kv.size == cut.q.size
+        for i in range(cut.q.size):
+            assert cut.kv.start + i // each == (cut.q.start + i) // group
+    if size <= num_kv_heads:
+        assert sum(cut.kv.size for cut in cuts) == num_kv_heads  # none is held twice
+    sizes = [cut.q.size for cut in cuts]
+    assert max(sizes) - min(sizes) <= group  # as even as whole KV heads allow
+
+
+@given(total=st.integers(0, 200), size=st.integers(1, 40))
+def test_a_cut_axis_is_covered_once_in_rank_order(total, size):
+    cuts = [TensorParallel(rank, size, None if size == 1 else object()).cut(total) for rank in range(size)]
+    assert [i for cut in cuts for i in range(cut.start, cut.stop)] == list(range(total))
+    assert max(cut.size for cut in cuts) - min(cut.size for cut in cuts) <= 1
+
+
+def _case(jobs, tiny, directories, num_steps, *, oracle=None, temperature=0.0, count=4, max_tokens=20, **fields):
+    target, draft = directories
+    params = [
+        SamplingParams(max_tokens=max_tokens - 2 * i, ignore_eos=True, temperature=temperature, top_p=0.95, seed=5 + i)
+        if temperature
+        else SamplingParams(max_tokens=max_tokens - 2 * i, ignore_eos=True)
+        for i in range(count)
+    ]
+    prompts = tiny.prompts(count, seed=1, low=6, high=44)  # up to three chunks of 16
+    return jobs.Case(target, draft, num_steps, prompts, params, recordings=oracle, capture=SLOTS, **fields)
+
+
+def _recordings(case, served) -> dict[str, list[int]]:
+    pairs = zip(case.prompts, served.tokens, strict=True)
+    return {str(i): [*prompt, *tokens] for i, (prompt, tokens) in enumerate(pairs)}
+
+
+def _assert_equal(ours, one, what: str) -> float:
+    """Every rank of `ours` against a single device; the largest error as a share of the largest value."""
+    assert len({served.bits() for served in ours}) == 1, f"{what}: ranks differ"
+    assert ours[0].tokens == one.tokens, what
+    assert ours[0].acceptance == one.acceptance, what
+    assert set(ours[0].tensors) == set(one.tensors)
+    worst = 0.0
+    for name, expected in one.tensors.items():
+        error = (ours[0].tensors[name] - expected).abs().max() / expected.abs().max()
+        assert error <= BOUND, f"{what}: {name} differs by {error:.2e}"
+        worst = max(worst, float(error))
+    return worst
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_slots_and_draft_logits_do_not_depend_on_the_number_of_ranks(jobs, tiny, ranks, models, name):
+    plain_case = _case(jobs, tiny, models[name], 0)
+    plain = ranks.run(1, JOBS, "serve", plain_case)[0]
+    cases = {
+        "K = 0": plain_case,
+        "K = 3, oracle": _case(jobs, tiny, models[name], 3, oracle=_recordings(plain_case, plain)),
+        "K = 3, draft, T = 0.8": _case(jobs, tiny, models[name], 3, temperature=0.8),
+    }
+    for what, case in cases.items():
+        one = ranks.run(1, JOBS, "serve", case)[0]
+        if case.num_steps and not case.params[0].temperature:
+            assert one.tokens == plain.tokens
+            accepted = one.acceptance[3]["histogram"]
+            assert min(accepted) > 0, f"an accepted count never occurred: {accepted}"
+        for size in SIZES:
+            ours = ranks.run(size, JOBS, "serve", case)
+            worst = _assert_equal(ours, one, f"{name}, {what}, {size} ranks")
+            print(f"{name}, {what}, {size} ranks: largest error {worst:.1e}; heads {[served.heads for served in ours]}")
+            for served in ours:
+                assert served.kv_heads == served.heads[1]  # a rank's cache holds its own KV heads only
+
+
+def test_states_are_whole_on_every_rank(tiny, ranks, models):
+    """Slots are taken behind the reduce: each equals a single device's, and none equals a rank's part of it."""
+    target, _ = models["9/3 untied"]
+    text = tiny.prompts(1, seed=3, low=50, high=50)[0]
+    _, one = ranks.run(1, JOBS, "teacher_forced", target, "float32", text)[0]
+    for size in SIZES:
+        for logits, states in ranks.run(size, JOBS, "teacher_forced", target, "float32", text):
+            assert logits.shape == (50, 199)
+            for slot in range(4):
+                expected = one[slot_name(slot)]
+                assert (states[slot_name(slot)] - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+def test_ranks_that_found_different_files_are_named_at_start(ranks):
+    said = ranks.run(4, JOBS, "facts_of", 2)
+    assert len(set(said)) == 1
+    assert "rank 2 differs from the other 3 of 4 ranks in the weights" in said[0]
+    assert ranks.run(4, JOBS, "facts_of", 9) == [""] * 4
