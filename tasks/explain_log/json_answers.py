@@ -28,7 +28,7 @@ def sections(texts: Iterator[bytes]) -> list[Section]:
                 found.append(_server_info(item))
             elif isinstance(item.get("stats"), dict) and "acceptance" in item["stats"]:
                 found += _own(item)
-    return [*found, requests] if requests.has_figures else found
+    return [*found, requests] if requests.has_figures or requests.refused else found
 
 
 def _values(texts: Iterator[bytes]) -> Iterator[Any]:
@@ -68,7 +68,8 @@ def _dicts(value: Any, depth: int = 6) -> Iterator[Mapping[str, Any]]:
 def _add_request(info: Mapping[str, Any], section: Section) -> None:
     """One request's figures. Requests add up: all are counts."""
     verifies = int(info["spec_verify_ct"])
-    keys = next((keys for keys in REQUEST_KEYS if keys.accepted in info or keys.histogram in info), None)
+    keys = next((keys for keys in REQUEST_KEYS if keys.accepted in info), None)
+    keys = keys or next((keys for keys in REQUEST_KEYS if keys.histogram in info), None)
     if not verifies:
         return
     if keys is None:

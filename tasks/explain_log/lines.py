@@ -8,6 +8,7 @@ from pathlib import Path
 from slipstream.engine.errors import SlipstreamError
 
 CHUNK = 1 << 18  # bytes read at a time
+PIECE = 1 << 14  # bytes decompressed at a time: at most these are lost where a file is damaged
 LONGEST_LINE = 1 << 20  # bytes; what is longer comes in pieces
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _GZIP = 16 + zlib.MAX_WBITS
@@ -63,7 +64,7 @@ class LogFile:
                 if stream.eof:  # several compressed files, one after the other
                     stream = zlib.decompressobj(_GZIP)
                 try:
-                    out = stream.decompress(data, CHUNK)
+                    out = stream.decompress(data, PIECE)
                 except zlib.error as error:
                     self.torn = f"the compressed file is damaged ({error}); what came before was read"
                     return

@@ -88,6 +88,8 @@ class SpecLines:
         length = 1 + accepted / rounds
         section.lengths.add(length, rounds)
         if rates:
+            if not section.effective.known and not section.asked.known:
+                section.effective = Settings(k, k + 1, 1, where="the rates per position in its lines")
             section.positions = section.positions or Positions()
             section.positions.add(rounds, [rate * rounds for rate in rates])
         if self._interval and self._interval[0] > 0 and self._interval[1] > 0:

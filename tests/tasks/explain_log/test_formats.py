@@ -1,0 +1,278 @@
+"""Every format that the engines print, by release: the figures that come out, and what cannot come out."""
+
+import json
+
+import pytest
+
+from slipstream.engine.acceptance import AcceptanceCounts
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.metrics import Metrics
+from slipstream.tasks.explain_log import read
+from slipstream.tasks.explain_log.run_figures import figures
+
+LENGTHS = [2.10, 2.45, 1.90, 2.30, 2.25, 2.00]
+HISTOGRAM = (40, 25, 20, 15)  # K = 3: A_k = .60 .35 .15, length 2.10
+
+
+def run_of(path, **options):
+    return figures(read.read_file(path), **options)
+
+
+# ---- SGLang's log
+
+
+@pytest.mark.parametrize(
+    ("form", "version", "with_bonus"),
+    [
+        ("0.5.4", "0.5.4", True),
+        ("0.5.9", "0.5.10.post1", True),
+        ("0.5.9", "0.5.11", False),
+        ("0.5.23", "0.5.23", False),
+    ],
+)
+@pytest.mark.parametrize("style", ["repr", "dict"])
+def test_sglang_by_release(logs, tmp_path, form, version, with_bonus, style):
+    lines = [
+        logs.server_args(3, 4, style=style, decode_log_interval=10),
+        *logs.sglang_log(LENGTHS, 4, with_bonus=with_bonus, form=form),
+    ]
+    run = run_of(logs.write(tmp_path / "a.log", lines), version=version, baseline=40)
+    assert (run.engine, run.num_steps, run.verify_width, run.ceiling) == ("sglang", 3, 4, 4)
+    mean = (sum(LENGTHS) + LENGTHS[0]) / 7
+    assert run.accept_length == pytest.approx(mean)
+    assert run.acceptance_rate == pytest.approx((mean - 1) / 3)
+    assert run.rounds == 70
+    # The line after the prefill says 0.39 tok/s: idle time, left out of the speed and told.
+    assert run.tokens_per_second == pytest.approx(50.0)
+    assert run.round_ms == pytest.approx(1000 * sum(LENGTHS) / 6 / 50)
+    assert run.break_even == pytest.approx(run.round_ms / 25)
+    assert any("left out of the speed" in note for note in run.notes)
+    assert f"documented for {version}" in run.rate_meaning
+    assert run.refused == ()
+    assert run.joint is None  # a mean length holds no A_k
+
+
+def test_sglang_before_it_printed_a_rate(logs, tmp_path):
+    lines = [logs.server_args(3, 4), logs.PREFILL, *(logs.decode(x, None, 80, form="0.4.6") for x in LENGTHS)]
+    run = run_of(logs.write(tmp_path / "a.log", lines))
+    assert run.accept_length == pytest.approx(sum(LENGTHS) / 6)
+    assert run.rate_printed is None
+
+
+@pytest.mark.parametrize("with_bonus", [True, False])
+def test_without_start_up_and_version_the_pairs_decide(logs, tmp_path, with_bonus):
+    run = run_of(logs.write(tmp_path / "a.log", logs.sglang_log(LENGTHS, 4, with_bonus=with_bonus)))
+    assert (run.num_steps, run.version) == (3, None)
+    assert "printed pairs" in run.width_from
+    assert ("up to 0.5.10.post1" in run.rate_meaning) == with_bonus
+
+
+def test_several_running_requests(logs, tmp_path):
+    lines = [logs.server_args(3, 4), *logs.sglang_log(LENGTHS, 4, with_bonus=True, tok_s=400, running=8)]
+    lines += [logs.decode(2.0, 0.5, 90, running=2)]
+    run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.9")
+    assert (run.running, run.tokens_per_second) == (8, pytest.approx(50.0))
+    assert run.round_ms == pytest.approx(1000 * sum(LENGTHS) / 6 * 8 / 400)
+    assert any("length x 8 / tokens/s" in note for note in run.notes)
+    assert any("1 with another number are not used" in note for note in run.notes)
+
+
+def test_ranks_of_data_parallel_servers_have_their_own_prefills(logs, tmp_path):
+    lines = [logs.server_args(3, 4)]
+    for rank in ("DP0 TP0", "DP1 TP0"):
+        lines += [logs.PREFILL.replace("TP0", rank), logs.decode(2.0, 0.5, 0.1, rank=rank)]
+    lines += [logs.decode(2.0, 0.5, 50, rank=rank) for rank in ("DP0 TP0", "DP1 TP0") * 3]
+    run = run_of(logs.write(tmp_path / "a.log", lines))
+    assert run.tokens_per_second == pytest.approx(50)
+
+
+def test_a_width_that_the_server_changed_is_told_without_the_launch_line(logs, tmp_path):
+    warned = "speculative_num_draft_tokens is adjusted to speculative_num_steps + 1 when speculative_eagle_topk == 1"
+    run = run_of(
+        logs.write(
+            tmp_path / "a.log", [warned, logs.server_args(1, 2), *logs.sglang_log([1.6] * 4, 2, with_bonus=True)]
+        )
+    )
+    assert any("set the width to steps + 1" in note for note in run.notes)
+
+
+def test_a_launch_line_alone_gives_the_width_that_topk_1_leaves(logs, tmp_path):
+    command = "python3 -m sglang.launch_server --speculative-num-steps=1 --speculative-eagle-topk 1 "
+    command += "--speculative-num-draft-tokens 16"
+    run = run_of(logs.write(tmp_path / "a.log", [command, logs.PREFILL, logs.decode(1.6, None, 50, form="0.4.6")]))
+    assert (run.num_steps, run.asked.verify_width, run.verify_width) == (1, 16, 2)
+    assert "steps + 1, whatever tokens are asked" in run.width_from
+
+
+def test_a_tree_has_a_ceiling_and_no_rate(logs, tmp_path):
+    lines = [logs.server_args(5, 64, topk=8), *logs.sglang_log(LENGTHS, 64, with_bonus=True)]
+    run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.9")
+    assert (run.num_steps, run.ceiling, run.acceptance_rate) == (5, 6, None)
+    assert any("the accept rate of a tree (topk 8) is not converted" in words for words in run.refused)
+
+
+def test_k_that_changes_has_no_ceiling(logs, tmp_path):
+    lines = [logs.server_args(3, 4, speculative_adaptive=True), *logs.sglang_log(LENGTHS, 4, with_bonus=False)]
+    lines += ["[2026 TP0] Adaptive spec params updated: steps 3 -> 5 (ema_accept_len=3.10)"]
+    run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.14", baseline=50)
+    assert (run.num_steps, run.ceiling, run.acceptance_rate, run.can_win) == (None, None, None, None)
+    assert run.break_even is not None  # it needs no K
+    assert any("K changed 1 times" in words for words in run.refused)
+
+
+def test_a_length_above_the_ceiling_refuses_k(logs, tmp_path):
+    lines = [logs.server_args(1, 2), *logs.sglang_log([1.5, 2.4, 2.2], 3, with_bonus=True)]
+    run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.9")
+    assert run.num_steps is None
+    assert any("a length of 2.40 is printed" in words for words in run.refused)
+
+
+def test_a_length_below_one_is_another_definition(logs, tmp_path):
+    lines = [logs.server_args(3, 4), logs.PREFILL, *(logs.decode(x, None, 50) for x in (1.2, 0.8, 1.1))]
+    with pytest.raises(SlipstreamError, match="the bonus token is not counted") as error:
+        run_of(logs.write(tmp_path / "a.log", lines))
+    assert error.value.fault == "F12"
+
+
+# ---- vLLM's log
+
+
+@pytest.mark.parametrize("form", ["now", "2025"])
+@pytest.mark.parametrize("started", [True, False])
+def test_vllm_log(logs, tmp_path, form, started):
+    lines = logs.VLLM_START.format(version="0.24.0", k=3).splitlines() if started else []
+    for _ in range(4):
+        lines += logs.vllm_lines(HISTOGRAM, tok_s=70.0, form=form)
+    run = run_of(logs.write(tmp_path / "a.log", lines), baseline=50)
+    counts = AcceptanceCounts(3, list(HISTOGRAM))
+    assert run.accept_length == pytest.approx(counts.accept_length)
+    assert run.joint == pytest.approx([a.rate for a in counts.joint], abs=1e-3)
+    assert (run.rounds, run.num_steps or 3) == (400, 3)
+    assert run.tokens_per_second == pytest.approx(70)
+    assert run.round_ms == pytest.approx(1000 * 2.1 / 70)
+    assert run.version == ("0.24.0" if started else None)
+    assert run.num_steps == 3
+
+
+def test_vllm_rounds_that_proposed_fewer_are_taken_from_the_mean(logs, tmp_path):
+    line = logs.vllm_lines(HISTOGRAM)[1].replace("Drafted: 300 tokens", "Drafted: 270 tokens")
+    run = run_of(logs.write(tmp_path / "a.log", [line]))
+    assert run.accept_length == pytest.approx(2.10, abs=0.005)
+    assert any("some rounds proposed fewer than 3" in note for note in run.notes)
+
+
+def test_the_line_of_older_vllm_is_refused(logs, tmp_path):
+    old = (
+        "INFO 10-16 19:05:47 metrics.py:367] Speculative metrics: Draft acceptance rate: 0.642, System efficiency: 0.6"
+    )
+    with pytest.raises(SlipstreamError, match="definitions are not documented") as error:
+        run_of(logs.write(tmp_path / "a.log", [old]))
+    assert error.value.fault == "F12"
+
+
+# ---- pages
+
+
+@pytest.mark.parametrize("suffix", ["_total", ""])
+def test_vllm_page(logs, tmp_path, suffix):
+    run = run_of(logs.write(tmp_path / "metrics.txt", logs.vllm_page(HISTOGRAM, suffix)))
+    counts = AcceptanceCounts(3, list(HISTOGRAM))
+    assert (run.num_steps, run.rounds) == (3, 100)
+    assert run.joint == pytest.approx([a.rate for a in counts.joint])
+    assert run.accept_length == pytest.approx(counts.accept_length)
+    # The error from counts is that of the rounds themselves.
+    values = [a for a, n in enumerate(HISTOGRAM) for _ in range(n)]
+    mean = sum(values) / 100
+    assert run.standard_error == pytest.approx((sum((v - mean) ** 2 for v in values) / 100) ** 0.5 / 10)
+
+
+def test_vllm_engines_of_a_page_add_up(logs, tmp_path):
+    lines = logs.vllm_page(HISTOGRAM)
+    lines += [line.replace('engine="0"', 'engine="1"') for line in lines if not line.startswith("#")]
+    assert run_of(logs.write(tmp_path / "metrics.txt", lines)).rounds == 200
+
+
+@pytest.mark.parametrize(("length", "rate", "steps"), [(3.95, 2.95 / 7, 7), (1.55, 0.55, 1), (2.8, 0.6, 3)])
+def test_sglang_page_of_the_newer_definition(logs, tmp_path, length, rate, steps):
+    label = 'engine_type="unified",model_name="m",tp_rank="0"'
+    lines = [f"sglang:spec_accept_length{{{label}}} {length}", f"sglang:spec_accept_rate{{{label}}} {rate}"]
+    lines += ['sglang:spec_accept_length{engine_type="draft",model_name="d",tp_rank="0"} 9.9']
+    run = run_of(logs.write(tmp_path / "metrics.txt", lines))
+    assert (run.num_steps, run.accept_length) == (steps, pytest.approx(length))
+    assert run.standard_error is None
+    assert any("last log interval" in note for note in run.notes)
+
+
+def test_sglang_page_with_its_gauges_of_k(logs, tmp_path):
+    lines = ["sglang:spec_accept_length 2.5", "sglang:spec_num_steps 3.0", "sglang:spec_num_draft_tokens 4.0"]
+    lines += ["sglang:gen_throughput 100.0", "sglang:num_running_reqs 2.0"]
+    run = run_of(logs.write(tmp_path / "metrics.txt", lines), baseline=40)
+    assert (run.num_steps, run.running, run.round_ms) == (3, 2, pytest.approx(50.0))
+
+
+OWN = {"running": 0, "waiting": 0, "free_blocks": 1, "total_blocks": 1, "steps": 3, "seconds": {"draft": 1.0}}
+
+
+def test_our_own_page_and_settings(logs, tmp_path):
+    counts = AcceptanceCounts(3, list(HISTOGRAM), ended=4)
+    stats = {**OWN, "acceptance": [AcceptanceCounts(0, [7]).to_dict(), counts.to_dict()]}
+    page = Metrics().text(stats).decode()
+    (tmp_path / "page.txt").write_text(page)
+    logs.write_json(tmp_path / "settings.json", {"num_steps": 3, "stats": stats})
+    for name in ("page.txt", "settings.json"):
+        run = run_of(tmp_path / name)
+        assert (run.engine, run.num_steps, run.rounds) == ("slipstream", 3, 100)
+        assert run.joint == pytest.approx([a.rate for a in counts.joint])
+
+
+# ---- JSON
+
+
+@pytest.mark.parametrize("release", ["0.5.9", "0.5.11", "0.5.23"])
+@pytest.mark.parametrize("form", ["one", "list", "lines"])
+def test_answers_with_meta_info(logs, tmp_path, release, form):
+    answers = [logs.request(HISTOGRAM, 3, release), logs.request((10, 0), 3, release)]
+    path = tmp_path / "answers.json"
+    if form == "lines":
+        logs.write(path, [json.dumps(a) for a in answers])
+    else:
+        logs.write_json(path, answers if form == "list" else answers[0])
+    run = run_of(path)
+    both = [50, 25, 20, 15] if form != "one" else list(HISTOGRAM)
+    counts = AcceptanceCounts(3, both)
+    assert (run.num_steps, run.rounds) == (3, sum(both))
+    assert run.accept_length == pytest.approx(counts.accept_length)
+    assert run.joint == pytest.approx([a.rate for a in counts.joint])
+    # The engine's own spec_accept_length counts the token of the prefill: not used, and told.
+    assert run.accept_length < answers[0]["meta_info"]["spec_accept_length"]
+    assert any("counts the first token" in words for words in run.refused)
+
+
+def test_a_histogram_that_does_not_fit_gives_no_joint(logs, tmp_path):
+    answer = logs.request(HISTOGRAM, 3)
+    answer["meta_info"]["spec_correct_drafts_histogram"] = [1, 2, 3]
+    run = run_of(logs.write_json(tmp_path / "a.json", answer))
+    assert run.joint is None
+    assert run.accept_length == pytest.approx(2.1)
+
+
+def test_unknown_keys_of_meta_info_are_refused(logs, tmp_path):
+    info = {"spec_verify_ct": 10, "completion_tokens": 21, "spec_accept_length": 2.1, "spec_news": 1}
+    with pytest.raises(SlipstreamError, match="spec_news") as error:
+        run_of(logs.write_json(tmp_path / "a.json", {"meta_info": info}))
+    assert error.value.fault == "F12"
+
+
+def test_server_info(logs, tmp_path):
+    info = {
+        "version": "0.5.23",
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 2,
+        "speculative_algorithm": "EAGLE3",
+        "launch_command": "launch_server.py --speculative-num-steps 1 --speculative-num-draft-tokens 16",
+        "internal_states": [{"avg_spec_accept_length": 1.6}],
+    }
+    run = run_of(logs.write_json(tmp_path / "info.json", info))
+    assert (run.version, run.num_steps, run.verify_width, run.asked.verify_width) == ("0.5.23", 1, 2, 16)
+    assert any("warm-up and all traffic" in note for note in run.notes)
