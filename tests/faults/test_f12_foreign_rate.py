@@ -16,7 +16,7 @@ from slipstream.tasks.other_engines.metric_definitions import ACCEPTED_OVER_PROP
 K = 5
 LINE = (
     "[2026-02-05 10:00:00] Decode batch, #running-req: 1, #token: 186, "
-    "accept len: {length:.2f}, accept rate: {rate:.2f}, cuda graph: True, gen throughput (token/s): 54.80, #queue-req: 0"
+    "accept len: {length:.2f}, accept rate: {rate:.2f}, cuda graph: True, gen throughput (token/s): 54.80, "
 )
 
 
