@@ -58,7 +58,7 @@ class ParityError(SlipstreamError):
             expected="the served path to agree with what is independent of it",
             do="start with the first one: a wrong slot makes the draft's logits and the acceptance wrong, too; "
             f"all figures are in {PARITY} of the stage's folder",
-            runbook="run-failed.md",
+            runbook="accept-length-low.md",
             fault=fault,
         )
         self.failures = list(failures)

@@ -5,6 +5,10 @@ from types import ModuleType
 
 import pytest
 
+CAUGHT = [
+    ("F1", "plan", "verify width 16 and num_steps 1 contradict: 2 rows to verify, not 16; three ways to write it"),
+]
+
 
 def test_plan_names_both_values_and_the_ways_to_agree(tmp_path: Path, left_over: ModuleType) -> None:
     world = left_over.World(tmp_path, {"speculation": {"num_steps": 1, "topk": 1, "verify_width": 16}})

@@ -8,6 +8,11 @@ from types import ModuleType
 
 import pytest
 
+CAUGHT = [
+    ("F2", "plan", "store and draft hold slots [0, 3, 31], capture.slots are [3, 16, 31]"),
+    ("F3", "plan", "the same slots in another order"),
+]
+
 SERVED = {"capture": {"slots": [3, 16, 31]}}
 
 

@@ -17,6 +17,10 @@ from slipstream.tasks import convert, extract, train
 from slipstream.tasks.checks import Contradictions
 from slipstream.tasks.stage import run_stage
 
+CAUGHT = [
+    ("F2", "training, launch, load", "slots ['slot_0', 'slot_1', 'slot_2'], expected ['slot_1', 'slot_2', 'slot_3']"),
+]
+
 STORED, ASKED = (0, 1, 2), (1, 2, 3)  # as (0, 3, 31) against (3, 31, 59): the embedding first, everything one on
 
 

@@ -18,6 +18,10 @@ from slipstream.tasks import convert, extract, train
 from slipstream.tasks.checks import Contradictions
 from slipstream.tasks.stage import run_stage
 
+CAUGHT = [
+    ("F3", "training, launch, load", "order of the slots; other engines cannot be given another order"),
+]
+
 STORED, ASKED = (1, 2, 3), (2, 1, 3)
 
 

@@ -6,6 +6,10 @@ from types import ModuleType
 
 import pytest
 
+CAUGHT = [
+    ("F4", "plan", "top level = [1, 15, 28]: off by -1, expected [2, 16, 29]"),
+]
+
 KEY = "eagle_aux_hidden_state_layer_ids"
 SLOTS = (2, 16, 29)
 

@@ -13,6 +13,10 @@ from slipstream.engine.training.data import Conversation, collate
 from slipstream.engine.training.loss import ttt_loss
 from slipstream.engine.training.teacher import Teacher
 
+CAUGHT = [
+    ("F7", "training", "the teacher's most likely tokens differ"),
+]
+
 SLOTS = (1, 2, 4)
 
 

@@ -10,6 +10,10 @@ from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 
+CAUGHT = [
+    ("F8", "conversion, load", "tensors misnamed, missing, extra or misshaped: each one listed"),
+]
+
 RECORD = DraftRecord(TargetIdentity("a" * 64, "b" * 64, "c" * 64), Family.LLAMA, "f" * 64)
 
 

@@ -15,6 +15,10 @@ from slipstream.engine.drafts.eagle3.vocab import count_tokens, select_draft_voc
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 
+CAUGHT = [
+    ("F9", "conversion, load", "d2t is absolute, or out of range; d2t and t2d disagree; no lm_head"),
+]
+
 RECORD = DraftRecord(TargetIdentity("a" * 64, "b" * 64, "c" * 64), Family.LLAMA, "f" * 64)
 V, VD = 199, 66
 

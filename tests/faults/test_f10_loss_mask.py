@@ -15,6 +15,14 @@ from slipstream.tasks import dialogues, regenerate, resolve
 from slipstream.tasks.conversations import read_conversations
 from slipstream.tasks.stage import run_stage
 
+CAUGHT = [
+    (
+        "F10",
+        "regenerate, training",
+        "the mask does not follow the labels; all zero; no framed answers",
+    ),
+]
+
 CHAT = [
     {"role": "user", "content": "what is it"},
     {"role": "assistant", "content": "an apple and the end"},

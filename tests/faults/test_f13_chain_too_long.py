@@ -4,6 +4,10 @@ from slipstream.engine.speed_forecast import expected_speed
 from slipstream.tasks import tune
 from slipstream.tasks.round_costs import RoundTime, costs_of, losing_term
 
+CAUGHT = [
+    ("F13", "tune", "the long chain is not chosen; no draft can win at this K, and the term that costs"),
+]
+
 TAU = {k: 1 + sum(0.45**i for i in range(1, k + 1)) for k in range(1, 9)}  # a weak draft: 1.45 ... 1.82
 
 

@@ -8,6 +8,10 @@ import pytest
 from slipstream.engine.drafts.eagle3.checkpoint import save_draft
 from slipstream.engine.errors import SlipstreamError
 
+CAUGHT = [
+    ("F14", "plan, load", "the draft's positions and the served context, both numbers"),
+]
+
 
 def test_plan_names_both_numbers(tmp_path: Path, left_over: ModuleType) -> None:
     world = left_over.World(tmp_path, {"draft": {"max_context_tokens": 512}, "server": {"max_context_tokens": 1024}})

@@ -15,6 +15,10 @@ from slipstream.tasks.process import group_members, start_detached
 from slipstream.tasks.server import ServerPlan, start_server
 from slipstream.tasks.stage import run_stage
 
+CAUGHT = [
+    ("F15", "cleanup", "ours is stopped; held by process PID: named and left alone"),
+]
+
 LISTEN = """
 import socket, sys, time
 server = socket.create_server(("127.0.0.1", 0))

@@ -6,6 +6,10 @@ from types import ModuleType
 
 import pytest
 
+CAUGHT = [
+    ("F17", "plan", "target, tokenizer, template, dtype or slots changed since the extraction"),
+]
+
 CHANGES = {
     "target weights or config": (
         "model.safetensors",

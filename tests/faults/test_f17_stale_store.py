@@ -17,6 +17,10 @@ from slipstream.tasks import convert, extract, train
 from slipstream.tasks.checks import Contradictions
 from slipstream.tasks.stage import run_stage
 
+CAUGHT = [
+    ("F17", "training, load", "the draft differs from the target: weights or config; extract again"),
+]
+
 
 @pytest.fixture(scope="module")
 def finished(pipeline, chats, tiny, tmp_path_factory):

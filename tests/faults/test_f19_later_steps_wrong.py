@@ -1,6 +1,6 @@
 """F19: a draft that is right at step 1 and wrong from step 2 on. Caught by parity: logits for every k, A_k / A_(k-1).
 
-(F3, permuted features, is told from it by the same numbers.)
+(Permuted features are told from it by the same numbers: test_f03_numeric_probe.py.)
 """
 
 import pytest
@@ -63,24 +63,6 @@ def test_keys_of_an_old_chain_are_caught(served_pipeline, examined):
 
 def test_the_engine_without_faults_raises_no_alarm(served_pipeline, examined):
     assert served_pipeline.failures(examined()) == []
-
-
-def test_permuted_features_are_named_as_f3(served_pipeline, examined):
-    """The numeric probe of F3: slots right, the first step wrong, and the order that explains it."""
-    findings = examined("F3:kind=features")
-    failure = served_pipeline.failures(findings, "acceptance")[0]
-    assert failure.startswith("server: the first step is wrong")
-    assert "fc reads the slots as [slot_2, slot_1, slot_3] (error to that 0.00" in failure
-    assert findings.fault == "F3"
-
-
-def test_slots_that_changed_names_are_named_as_f3(served_pipeline, examined):
-    findings = examined("F3:kind=order")
-    first, second = served_pipeline.failures(findings, "acceptance", "drafts")
-    assert first.startswith("slot 1 equals slot 2's state: cosine to its own reference")
-    assert second.startswith("slot 2 equals slot 1's state")
-    assert findings.fault == "F3"
-    assert served_pipeline.failures(findings, "slots", "acceptance", "drafts") == []
 
 
 # ---- trained without unrolled steps ----------------------------------------------------------------------------------
