@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.tasks.explain_log.compare import Comparison, compare
+from slipstream.tasks.explain_log.compare import Comparison, compare, partial_sum
 from slipstream.tasks.explain_log.explanations import (
     LENGTH_RUNBOOK,
     SPEED_RUNBOOK,
@@ -172,7 +172,10 @@ def _printed(run: Run) -> str:
 
 
 def _joint(run: Run) -> str:
-    return "only their sum is in the file" if run.joint is None else " ".join(f"{a:.2f}" for a in run.joint)
+    if run.joint is not None:
+        return " ".join(f"{a:.2f}" for a in run.joint)
+    known = "" if not run.num_steps else f"; A_1 is {partial_sum(run, 1)}"
+    return f"only their sum is in the file{known}"
 
 
 def _table(title: str, *columns: str) -> Table:

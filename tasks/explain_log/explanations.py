@@ -15,6 +15,7 @@ from typing import Any
 from slipstream.engine.speed_forecast import chain_accept_length
 from slipstream.tasks.explain_log.run_figures import Run
 
+BROKEN = 1.05  # accept length below which a draft is not weak but out of work
 LENGTH_RUNBOOK, SPEED_RUNBOOK = "accept-length-low.md", "slower-than-baseline.md"
 
 
@@ -142,6 +143,8 @@ def _flags(run: Run) -> Explanation:
         f"verify width {asked} was asked for, {width} is in force: K = {asked - 1} became {run.num_steps}, the ceiling "
     )
     told += f"{asked} became {run.ceiling}"
+    if run.tree:
+        return Explanation(name, None, True, told)
     if run.asked.num_steps is not None and run.asked.num_steps + 1 != asked:
         told += f"; the line contradicts itself: steps {run.asked.num_steps} with topk 1 give width "
         told += f"{run.asked.num_steps + 1}"
@@ -153,6 +156,12 @@ def _flags(run: Run) -> Explanation:
 
 def _wiring(run: Run) -> Explanation:
     name = "wiring"
+    if run.accept_length < BROKEN:
+        told = (
+            f"accept length {run.accept_length:.2f}: next to nothing is ever accepted, so the draft does not do its "
+            "work at all: tensors of another name, a missing head, or algorithm EAGLE for an EAGLE-3 head"
+        )
+        return Explanation(name, None if run.projected is None else run.projected - run.accept_length, True, told)
     if run.projected is None:
         constant = run.constant_conditional
         like = (
@@ -189,6 +198,8 @@ def _round_cost(run: Run) -> Explanation:
         told += f"; with P it would be {at:.2f}x"
         return Explanation(name, run.break_even - run.projected, not run.can_win, told)
     reach = run.accept_length if run.can_win else float(run.ceiling)
+    if run.can_win and run.break_even > reach:
+        told += "; a better draft or a cheaper round: without --accuracy the two cannot be told apart"
     return Explanation(name, run.break_even - reach, not run.can_win, told)
 
 

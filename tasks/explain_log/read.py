@@ -41,10 +41,9 @@ def read_file(path: Path) -> ReadFile:
     first = list(islice(lines, FIRST_LINES))
     everything = chain(first, lines)
     reader = _LogReader()
-    if looks_like_json(first):
-        sections = json_answers.sections(everything)
-    else:
-        sections = reader.read(everything)
+    sections = json_answers.sections(everything) if looks_like_json(first) else reader.read(everything)
+    if not sections and looks_like_json(first):
+        sections = reader.read(file.lines())  # a log whose lines are wrapped in JSON, as containers keep them
     useful = [section for section in sections if section.has_figures]
     if not useful:
         raise _nothing_found(file, first, sections, reader.foreign)
@@ -86,8 +85,9 @@ class _LogReader:
     def _start(self, line: str, number: int) -> bool:
         """Takes a line of a server's start."""
         if "server_args=" in line:
-            section = self._begin("sglang", number, again=lambda s: s.effective.known)
-            section.effective, interval, version = sglang_lines.start_up(line)
+            settings, interval, version = sglang_lines.start_up(line)
+            section = self._begin("sglang", number, again=lambda s: s.effective.known and s.effective != settings)
+            section.effective = settings
             section.log_interval = interval or section.log_interval
             if version:
                 section.version, section.version_from = version, "the start-up log"

@@ -1,6 +1,7 @@
 """The figures of one run, from what its file says: length and ceiling, A_k, milliseconds a round, break-even."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from slipstream.tasks.explain_log.observed import Positions, Section, Settings, 
 from slipstream.tasks.explain_log.read import ReadFile
 from slipstream.tasks.explain_log.width import Width, find_width
 from slipstream.tasks.other_engines.metric_definitions import RUNBOOK, accept_length_from_rate
+
+_NAMED = re.compile(r"^\s*(?:sglang|vllm)\s*[=@-]*\s*", re.IGNORECASE)  # "sglang==0.5.9"
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class Run:
     @property
     def projected(self) -> float | None:
         """Accept length of a chain whose every conditional acceptance is `accuracy`: 1 + sum of p^k, k = 1..K."""
-        if self.accuracy is None or self.num_steps is None:
+        if self.accuracy is None or self.num_steps is None or self.tree:
             return None
         return chain_accept_length(self.accuracy, self.num_steps)
 
@@ -123,7 +126,7 @@ def figures(
     Raises SlipstreamError (F12) when no accept length can be had by a documented definition.
     """
     section = read.section
-    stated = version or section.version
+    stated = _NAMED.sub("", version) if version else section.version
     origin = "--engine-version" if version else section.version_from
     notes, refused = [*read.notes, *section.notes], [*section.refused]
     width = find_width(section, stated)
@@ -132,7 +135,7 @@ def figures(
     speed = _speed(section, notes)
     if section.width_adjusted:
         notes.append("the server warned that it set the width to steps + 1, without naming either value")
-    if version and section.version and version != section.version:
+    if version and section.version and stated != section.version:
         notes.append(f"--engine-version says {version}, the file says {section.version}: the former is taken")
     return Run(
         name=str(read.path),
@@ -151,7 +154,7 @@ def figures(
         rounds=rounds,
         rate_printed=section.fit.rate if section.fit.pairs else None,
         rate_meaning=_meaning(width),
-        joint=_joint(section.positions, width.num_steps),
+        joint=_joint(section.positions, width.num_steps, length),
         tree=(section.effective.topk or section.asked.topk or 1) > 1,
         running=speed[0],
         tokens_per_second=speed[1],
@@ -230,10 +233,11 @@ def _speed(section: Section, notes: list[str]) -> tuple[int | None, float | None
     return running, speed.tokens_per_second, speed.round_ms
 
 
-def _joint(positions: Positions | None, num_steps: int | None) -> tuple[float, ...] | None:
-    """A_k where counted; an histogram is cut at the longest run that occurred, and A_k beyond is 0."""
+def _joint(positions: Positions | None, num_steps: int | None, length: float) -> tuple[float, ...] | None:
+    """A_k where counted, and A_1 of K = 1, which is all there is of the sum. A histogram is cut at the longest run that
+    occurred: A_k beyond is 0."""
     if positions is None or not positions.rounds:
-        return None
+        return (length - 1,) if num_steps == 1 else None
     shares = [hits / positions.rounds for hits in positions.hits]
     if num_steps is not None and len(shares) <= num_steps:
         shares += [0.0] * (num_steps - len(shares))

@@ -80,9 +80,12 @@ class DecodeLines:
         running, speed = _RUNNING.search(line), _SPEED.search(line)
         if not running or not speed:
             return False  # torn
-        first = bool(self._prefilled & {rank, ""})
+        # A server that decodes only gets its prefills from another one, and prints none.
+        first = bool(self._prefilled & {rank, ""}) or "pre-allocated usage" in line
         self._prefilled -= {rank, ""}
         length = _LENGTH.search(line)
+        if length is None and "accept len" in line:
+            return False  # not a number
         requests, tokens = int(running.group(1)), float(speed.group(1))
         if length is None:
             section.plain_lines += 1

@@ -23,19 +23,20 @@ _ENGINE = re.compile(
 _VERSION = re.compile(r"vLLM API server version v?(\S+)|LLM engine \(v([^)\s]+)\)")
 _STEPS = re.compile(r"num_spec(?:ulative)?_tokens['\"]?\s*[=:]\s*(\d+)")
 _METHOD = re.compile(r"\bmethod['\"]?\s*[=:]\s*['\"](\w+)")
+_DUMP = "Dumping input data"  # a crash prints the settings once more
 OLD_LINE = "Speculative metrics: "
 
 
 def version(line: str) -> str | None:
     """The version that a start-up line names."""
-    found = _VERSION.search(line)
+    found = None if _DUMP in line else _VERSION.search(line)
     return (found.group(1) or found.group(2)) if found else None
 
 
 def settings(line: str) -> tuple[Settings | None, Settings | None]:
     """(asked, in force) as far as one start-up line says."""
     steps, method = _STEPS.search(line), _METHOD.search(line)
-    if steps is None:
+    if steps is None or _DUMP in line:
         return None, None
     k = int(steps.group(1))
     in_force = "SpeculativeConfig(" in line

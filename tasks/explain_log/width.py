@@ -69,19 +69,33 @@ def _settle_rate(section: Section, version: str | None, topk: int, found: Width)
             found.definition_from = f"of the two known definitions only this one fits all {fit.pairs} printed pairs"
             _infer(found, widths, fit)
             return
-        why = "both known definitions fit its pairs" if fitting else "neither known definition fits its pairs"
-        found.refused.append(f"{refusal}; {why}")
+        found.refused.append(f"{refusal}; {_fits(found, fitting, fit)}")
     elif documented in fitting or not section.lengths.lines:
         found.definition, found.definition_from = documented, f"documented for {version}"
         _infer(found, fitting.get(documented, []), fit)
     else:
-        others = [d for d in fitting if d is not documented]
-        hint = f"they fit that of {others[0].where}" if others else "nor does any other definition that is known"
         found.refused.append(
             f"the accept rate is not converted: its {fit.pairs} pairs of length and rate do not fit the definition of "
-            f"{version} ({documented.formula}) with verify width {found.verify_width or 'of any size'}; {hint}. The "
+            f"{version} ({documented.formula}) with {_words(found.verify_width)}; {_fits(found, fitting, fit)}. The "
             "version stated is not what ran, or it was patched"
         )
+
+
+def _words(width: int | None) -> str:
+    return "any verify width" if width is None else f"verify width {width}"
+
+
+def _fits(found: Width, fitting: dict[RateDefinition, list[int]], fit: RateFit) -> str:
+    """Which definitions fit the printed pairs, in words."""
+    if len(fitting) > 1:
+        return "both known definitions fit its pairs"
+    if fitting:
+        return f"they fit that of {next(iter(fitting)).where}"
+    told = f"no known definition fits its pairs with {_words(found.verify_width)}"
+    elsewhere = [f"width {', '.join(map(str, w[:3]))} by that of {d.where}" for d, w in fit.fitting(None).items()]
+    if found.verify_width is not None and elsewhere:
+        told += f" (but {' or '.join(elsewhere)} would)"
+    return told
 
 
 def _infer(found: Width, widths: list[int], fit: RateFit) -> None:

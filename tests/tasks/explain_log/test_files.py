@@ -1,6 +1,7 @@
 """Files as they lie about: compressed, torn, coloured, of other encodings, with restarts, or of something else."""
 
 import gzip
+import json
 import tracemalloc
 from pathlib import Path
 
@@ -55,6 +56,11 @@ def test_bytes_of_no_encoding_colours_and_line_ends(logs, plain, tmp_path, expec
     assert key(logs.write(tmp_path / "b.log", coloured)) == expected
     assert key(logs.write(tmp_path / "c.log", plain, ending=b"\r\n")) == expected
     assert key(logs.write(tmp_path / "d.log", [f"sglang-1  | {line}" for line in plain])) == expected
+
+
+def test_lines_that_a_container_wrapped_in_json(logs, plain, tmp_path, expected):
+    wrapped = [json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-02-03T10:20:00Z"}) for line in plain]
+    assert key(logs.write(tmp_path / "a-json.log", wrapped)) == expected
 
 
 @pytest.mark.parametrize("cut", [3, 30, 60, 90])

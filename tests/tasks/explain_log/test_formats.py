@@ -8,6 +8,7 @@ from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.metrics import Metrics
 from slipstream.tasks.explain_log import read
+from slipstream.tasks.explain_log.explanations import ranked
 from slipstream.tasks.explain_log.run_figures import figures
 
 LENGTHS = [2.10, 2.45, 1.90, 2.30, 2.25, 2.00]
@@ -104,6 +105,61 @@ def test_a_launch_line_alone_gives_the_width_that_topk_1_leaves(logs, tmp_path):
     assert "steps + 1, whatever tokens are asked" in run.width_from
 
 
+def test_a_server_that_only_decodes_prints_no_prefill(logs, tmp_path):
+    """Disaggregated: its intervals may hold idle time, so a round takes at most what they say."""
+    lines = [logs.server_args(3, 4)]
+    lines += [
+        logs.decode(2.0, 0.5, tok_s).replace("cuda graph", "pre-allocated usage: 0.00, #prealloc-req: 0, cuda graph")
+        for tok_s in (0.4, 50, 50)
+    ]
+    run = run_of(logs.write(tmp_path / "a.log", lines))
+    assert any("a round takes at most" in note for note in run.notes)
+
+
+def test_a_version_may_be_stated_with_its_engine(logs, tmp_path):
+    path = logs.write(tmp_path / "a.log", [logs.server_args(3, 4), *logs.sglang_log(LENGTHS, 4, with_bonus=True)])
+    for version in ("sglang==0.5.9", "SGLang 0.5.9", "v0.5.9"):
+        assert "documented" in run_of(path, version=version).rate_meaning
+
+
+@pytest.mark.parametrize(
+    ("length", "rate", "k"), [(4.40, 0.68, 5), (3.04, 0.68, 3), (1.57, 0.29, 2), (2.47, 0.82, 2), (2.17, 0.54, 3)]
+)
+def test_single_pairs_seen_in_the_wild(logs, tmp_path, length, rate, k):
+    """One printed pair is often enough: lengths are no whole numbers. K as their owners stated it, where they did."""
+    assert run_of(logs.write(tmp_path / "a.log", [logs.decode(length, rate, 50)])).num_steps == k
+
+
+def test_a_pair_that_both_definitions_could_have_made_is_refused(logs, tmp_path):
+    run = run_of(logs.write(tmp_path / "a.log", [logs.decode(2.50, 0.50, 50)]))  # 2.5 / 5, or 1.5 / 3
+    assert (run.num_steps, run.acceptance_rate) == (None, None)
+    assert any("both known definitions fit its pairs" in words for words in run.refused)
+    assert run_of(logs.write(tmp_path / "a.log", [logs.decode(2.50, 0.50, 50)]), version="0.5.14").num_steps == 3
+    assert run_of(logs.write(tmp_path / "a.log", [logs.decode(2.50, 0.50, 50)]), version="0.5.9").num_steps == 4
+
+
+def test_a_width_in_force_that_the_pairs_contradict_is_told(logs, tmp_path):
+    lines = [logs.server_args(5, 6), *logs.sglang_log(LENGTHS, 4, with_bonus=True)]
+    run = run_of(logs.write(tmp_path / "a.log", lines))
+    (words,) = run.refused
+    assert "no known definition fits its pairs with verify width 6 (but width 4 by that of SGLang up to" in words
+
+
+def test_a_draft_that_never_works_is_named(logs, tmp_path):
+    lines = [logs.server_args(3, 4, algorithm="EAGLE"), *logs.sglang_log([1.0] * 4, 4, with_bonus=False)]
+    run = run_of(logs.write(tmp_path / "a.log", lines), accuracy=0.7)
+    flags, wiring = ranked(run)[:2]
+    assert (flags.name, flags.proven, wiring.name, wiring.proven) == ("flags", True, "wiring", True)
+    assert "algorithm EAGLE and accept length 1.00" in flags.told
+    assert "next to nothing is ever accepted" in wiring.told
+
+
+def test_a_length_that_is_no_number_is_no_plain_step(logs, tmp_path):
+    broken = logs.decode(1.0, 0.5, 50).replace("accept len: 1.00", "accept len: nan")
+    read_file = read.read_file(logs.write(tmp_path / "a.log", [broken, logs.decode(2.0, 0.5, 50)]))
+    assert (read_file.section.plain_lines, read_file.section.lengths.lines) == (0, 1)
+
+
 def test_a_tree_has_a_ceiling_and_no_rate(logs, tmp_path):
     lines = [logs.server_args(5, 64, topk=8), *logs.sglang_log(LENGTHS, 64, with_bonus=True)]
     run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.9")
@@ -159,6 +215,13 @@ def test_vllm_rounds_that_proposed_fewer_are_taken_from_the_mean(logs, tmp_path)
     run = run_of(logs.write(tmp_path / "a.log", [line]))
     assert run.accept_length == pytest.approx(2.10, abs=0.005)
     assert any("some rounds proposed fewer than 3" in note for note in run.notes)
+
+
+def test_a_crash_of_vllm_is_no_start(logs, tmp_path):
+    start = logs.VLLM_START.format(version="0.24.0", k=3).splitlines()
+    dump = "ERROR Dumping input data for V1 LLM engine (v0.24.0) with config: num_spec_tokens=3"
+    read_file = read.read_file(logs.write(tmp_path / "a.log", [*start, *logs.vllm_lines(HISTOGRAM), dump]))
+    assert read_file.notes == ()
 
 
 def test_the_line_of_older_vllm_is_refused(logs, tmp_path):

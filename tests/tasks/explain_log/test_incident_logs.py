@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.flows import cli, explain_log
+from slipstream.tasks.explain_log.compare import partial_sum
 from slipstream.tasks.explain_log.explanations import ranked, verdict
 
 LOGS = [Path(__file__).parents[3] / "configs" / "incident-logs" / f"launch-{n}.log" for n in (1, 2, 3)]
@@ -31,6 +32,12 @@ def test_figures_of_the_incident(runs):
     assert [f"{run.break_even:.2f}" for run in runs] == ["2.54", "3.66", "2.96"]
     assert [run.can_win for run in runs] == [False, True, True]
     assert [f"{run.rate_printed:.2f}" for run in runs] == ["0.80", "0.12", "0.30"]
+
+
+def test_a_mean_length_holds_no_joint_acceptance_but_that_of_one_step(runs):
+    assert runs[0].joint == pytest.approx((0.6,))
+    assert [run.joint for run in runs[1:]] == [None, None]
+    assert [str(partial_sum(run, 1)) for run in runs] == ["0.60", "between 0.06 and 0.90", "between 0.16 and 0.80"]
 
 
 def test_the_flags_that_were_cut_are_side_by_side(runs):
