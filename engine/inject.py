@@ -18,31 +18,50 @@ from slipstream.engine.injection import Injection
 from slipstream.engine.models.llama import LlamaLayer, LlamaModel
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal
-from slipstream.kernels.linear import linear
 
 States = Mapping[str, torch.Tensor]
 
 
 def inject(engine: Engine, injections: Sequence[Injection]) -> None:
-    """Puts the faults into `engine`, before its first step. Raises SlipstreamError for one that it cannot have."""
+    """Puts the faults into this rank's engine before its first step. Raises SlipstreamError for what it cannot have."""
     for injection in injections:
-        match injection.fault, injection.kind:
-            case "F3", "order":
-                _change_states(engine, _swap_names(engine))
-            case "F3", "features":
-                _permute_features(_proposer(engine, injection))
-            case "F5", kind:
-                _change_states(engine, _WrongPoint(engine, injection, kind))
-            case "F6", kind:
-                _StaleReplay(engine, injection, frozen=kind == "frozen")
-            case "F19", "feedback":
-                _feed_back_the_other_state(_proposer(engine, injection))
-            case "F19", "rope":
-                _StillRope(_proposer(engine, injection))
-            case "F19", "draft-kv":
-                _KeptDraftKV(_proposer(engine, injection))
-            case _:
-                raise AssertionError(f"{injection} was parsed, and nobody injects it")
+        if _hits(engine, injection):
+            _inject(engine, injection)
+
+
+def _hits(engine: Engine, injection: Injection) -> bool:
+    """Whether the fault is for this rank.
+
+    Where it bends what rank 0 captures and not all ranks alike, captured states are no longer compared between the
+    ranks: that would end them, and what is to be shown is that parity finds the fault from rank 0's trace.
+    """
+    parallel = engine.target.parallel
+    if injection.rank is not None and injection.rank >= parallel.size:
+        raise _cannot(str(injection), f"there are {parallel.size} ranks", f"a rank of 0..{parallel.size - 1}")
+    differs = injection.rank == 0 or (injection.rank is None and injection.kind == "partial")
+    if differs and engine.agreement is not None:
+        engine.agreement.compare_states = False
+    return injection.rank in (None, parallel.rank)
+
+
+def _inject(engine: Engine, injection: Injection) -> None:
+    match injection.fault, injection.kind:
+        case "F3", "order":
+            _change_states(engine, _swap_names(engine))
+        case "F3", "features":
+            _permute_features(_proposer(engine, injection))
+        case "F5", kind:
+            _change_states(engine, _WrongPoint(engine, injection, kind))
+        case "F6", kind:
+            _StaleReplay(engine, injection, frozen=kind == "frozen")
+        case "F19", "feedback":
+            _feed_back_the_other_state(_proposer(engine, injection))
+        case "F19", "rope":
+            _StillRope(_proposer(engine, injection))
+        case "F19", "draft-kv":
+            _KeptDraftKV(_proposer(engine, injection))
+        case _:
+            raise AssertionError(f"{injection} was parsed, and nobody injects it")
 
 
 # ---- captured states -------------------------------------------------------------------------------------------------
@@ -88,7 +107,7 @@ class _WrongPoint:
         (self.slot,) = _captured(engine, injection)
         self.target, self.kind = engine.target, kind
         self.seen: dict[str, torch.Tensor] = {}
-        if kind == "partial":
+        if kind == "partial" and self.target.parallel.size == 1:
             raise _cannot(
                 str(injection), "one rank's partial sum is the whole sum", "two or more ranks, or another kind"
             )
@@ -96,11 +115,11 @@ class _WrongPoint:
             raise _cannot(
                 str(injection), "slot 0 is the embedding, which is added to nothing", "kind=partial or normed"
             )
+        reduce = self.target.embed_tokens.reduce
         if self.slot:
             self._layer(self.slot - 1).register_forward_hook(self._keep_layer)
-            self._layer(self.slot - 1).mlp.down_proj.register_forward_hook(self._keep_input)
-        else:
-            self.target.embed_tokens.register_forward_hook(self._keep_input)
+            reduce = self._layer(self.slot - 1).mlp.down_proj.reduce
+        reduce.register_forward_hook(self._keep_partial)
 
     def _layer(self, index: int) -> LlamaLayer:
         layer = self.target.layers[index]
@@ -110,8 +129,8 @@ class _WrongPoint:
     def _keep_layer(self, _module: nn.Module, _args: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
         _, self.seen["block"], self.seen["residual"] = out
 
-    def _keep_input(self, _module: nn.Module, args: tuple[torch.Tensor, ...], _out: torch.Tensor) -> None:
-        self.seen["input"] = args[0]
+    def _keep_partial(self, _module: nn.Module, args: tuple[torch.Tensor, ...], _out: torch.Tensor) -> None:
+        self.seen["partial"] = args[0].clone()  # the sum may be made in place
 
     def __call__(self, states: States) -> States:
         name = slot_name(self.slot)
@@ -123,8 +142,7 @@ class _WrongPoint:
                 norm = self.target.norm if last else self._layer(self.slot).input_layernorm
                 wrong = norm(states[name])
             case _:
-                weight = self._layer(self.slot - 1).mlp.down_proj.weight
-                wrong = self.seen["residual"] + linear(self.seen["input"], weight)
+                wrong = self.seen["partial"] + self.seen["residual"] if self.slot else self.seen["partial"]
         return {**states, name: wrong}
 
 

@@ -10,6 +10,7 @@ from slipstream.engine.capture import slot_id
 from slipstream.engine.models import TargetModel
 from slipstream.engine.models.llama import LlamaLayer, LlamaModel
 from slipstream.engine.runner import capture_states
+from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.linear import linear
 from slipstream.tasks.parity_capture import CapturedRows, SlotRows
 
@@ -104,6 +105,7 @@ def _find_earlier(rows: SlotRows, wrong: Sequence[CapturedRows], size: torch.Ten
     return Diagnosis(rows.slot, _EARLIER, cosine_own, cosine, True, note)
 
 
+_NOWHERE = object()  # stands for a group: shares are asked for, nothing is exchanged
 _ZEROS = Cause("zeros", "F6", "nothing was ever written: capture inside the graph, into the buffer that is read")
 _EARLIER = Cause(
     "an earlier capture, of other rows",
@@ -186,15 +188,15 @@ class _Seen:
 
     def partial_sum(self, rank: int, num_ranks: int, token_ids: Sequence[int]) -> torch.Tensor:
         """[n, h]: the stream on one of `num_ranks` ranks before the all-reduce of its last addend."""
+        parallel = TensorParallel(rank, num_ranks, group=_NOWHERE)
         if not self.slot:
-            weight = self.target.embed_tokens.weight
-            ids = torch.tensor(list(token_ids))
-            per_rank = -(-len(weight) // num_ranks)
-            here = (ids >= rank * per_rank) & (ids < (rank + 1) * per_rank)  # [n], rows of the rank's vocabulary
+            weight, ids = self.target.embed_tokens.weight, torch.tensor(list(token_ids))
+            cut = parallel.cut(len(weight))
+            here = (ids >= cut.start) & (ids < cut.stop)  # [n], rows of the rank's vocabulary
             return weight[ids] * here[:, None]
         weight = _layer(self.target, self.slot - 1).mlp.down_proj.weight  # [h, m]
-        width = weight.shape[1] // num_ranks
-        columns = slice(rank * width, (rank + 1) * width)
+        cut = parallel.cut(weight.shape[1])
+        columns = slice(cut.start, cut.stop)
         return self.states("residual") + linear(self.states("input")[:, columns], weight[:, columns].contiguous())
 
 
