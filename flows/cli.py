@@ -1,7 +1,7 @@
 """The command line `slipstream`.
 
 Exit codes: 0 done; 1 an error; 2 a deployment that cannot be read or contradicts itself, or a wrong command line;
-3 a gate or the parity check failed; 130 interrupted.
+3 a gate, the parity check or a fingerprint failed; 130 interrupted.
 
 Only what a command needs is imported, inside the command: `--help` answers at once, and `serve` and `stage` work where
 neither Prefect nor fabric is installed.
@@ -215,6 +215,27 @@ def schema(
                 expected="a file in a directory that exists and can be written",
                 do="correct --out, or make its directory",
             ) from None
+
+
+@app.command()
+def fingerprint(
+    name: Annotated[str, typer.Argument(metavar="DIST", help="Name of the package, such as sglang.")] = "slipstream",
+    python: Annotated[
+        Path | None, typer.Option("--python", help="The Python that starts the engine; default: this one.")
+    ] = None,
+    site_packages: Annotated[
+        Path | None, typer.Option("--site-packages", help="The directory of packages that the engine is in.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every file of an installed engine with its wheel's record, and give one digest for all.
+
+    Ends with exit code 3 when a file was changed, or when it is no release.
+    """
+    from slipstream.flows.fingerprint_view import show_fingerprint
+
+    if not show_fingerprint(name, python, site_packages, as_json=as_json):
+        raise typer.Exit(3)
 
 
 @app.command(
