@@ -78,19 +78,21 @@ def load(path: str | Path, overrides: Sequence[str] = (), environ: Mapping[str, 
 
 
 def load_values(
-    values: Mapping[str, tuple[Any, Origin]], overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    values: Mapping[str, tuple[Any, Origin]],
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    problems: Sequence["Problem"] = (),
 ) -> Loaded:
     """Reads a deployment whose values come from elsewhere than a file, as from a launch line.
 
     Args:
         values: dotted key -> (value, where it came from); they stand in the file's place.
         overrides, environ: as for `load`.
+        problems: what was wrong where the values were read; told together with what is wrong with them.
 
     Raises: as `load` does.
     """
-    fields = dict(known_fields())
-    problems = [_unknown(key, origin, list(fields)) for key, (_, origin) in values.items() if key not in fields]
-    return _merge(values, overrides, environ, fields, problems)
+    return _merge(values, overrides, environ, dict(known_fields()), list(problems))
 
 
 def _merge(
@@ -111,16 +113,18 @@ def _merge(
     for layer in layers:
         for key, (value, origin) in layer.items():
             values[key], provenance[key] = value, origin
-    if problems:
-        raise _error(problems)
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, field = key.split(".")
         sections.setdefault(section, {})[field] = value
+    told = {problem.origin for problem in problems}
     try:
-        return Loaded(Deployment.model_validate(sections), provenance)
+        deployment = Deployment.model_validate(sections)
     except ValidationError as error:
-        raise _error(_type_problems(error, provenance)) from None
+        problems += [problem for problem in _type_problems(error, provenance) if problem.origin not in told]
+    if problems:
+        raise _error(problems)
+    return Loaded(deployment, provenance)
 
 
 def known_fields() -> Iterator[tuple[str, FieldInfo]]:

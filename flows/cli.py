@@ -43,18 +43,48 @@ Workdir = Annotated[
     Path | None, typer.Option("--workdir", help="Directory of the stages' outputs; default: host.workdir of CONFIG.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
+EngineVersion = Annotated[
+    str | None,
+    typer.Option("--engine-version", metavar="VERSION", help="Release of the other engine, such as 0.5.14."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Repeat what is already done.")]
 
 
+# Stages that start the deployment's server or need it; all others prepare a draft, whoever serves it.
+SERVING_STAGES = ("tune", "launch", "benchmark")
+
+
 @app.command()
-def plan(config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False) -> None:
+def plan(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CONFIG", help="The deployment file (YAML); none with --from-command.", show_default=False
+        ),
+    ] = None,
+    overrides: Overrides = None,
+    workdir: Workdir = None,
+    as_json: AsJson = False,
+    from_command: Annotated[
+        str | None,
+        typer.Option("--from-command", metavar="LINE", help="Plan this launch line of SGLang, in one argument."),
+    ] = None,
+    engine_version: EngineVersion = None,
+) -> None:
     """Show what a run would do, what is derived, what is wrong and what it costs. Starts and writes nothing.
 
-    Ends with exit code 2 on any contradiction.
+    With --from-command: what SGLang would make of a launch line. Ends with exit code 2 on any contradiction.
     """
     from slipstream.flows import plan as planning
 
-    made = planning.make_plan(config, overrides or (), workdir=workdir)
+    if (config is None) == (from_command is None):
+        raise typer.BadParameter("give a deployment file or --from-command LINE, one of the two", param_hint="CONFIG")
+    if from_command is not None:
+        made = planning.plan_command(from_command, engine_version, overrides or (), workdir=workdir)
+    else:
+        assert config is not None
+        version = () if engine_version is None else (f"server.engine_version={engine_version}",)
+        made = planning.make_plan(config, (*(overrides or ()), *version), workdir=workdir)
     if as_json:
         print(json.dumps(planning.as_dict(made), indent=2, ensure_ascii=False))
     else:
@@ -67,6 +97,20 @@ def plan(config: Config, overrides: Overrides = None, workdir: Workdir = None, a
         raise typer.Exit(2)
 
 
+@app.command("import")
+def import_launch_line(
+    line: Annotated[str, typer.Argument(metavar="LINE", help="A launch line of SGLang, in one argument.")],
+    engine_version: EngineVersion = None,
+) -> None:
+    """Write a launch line of SGLang as a deployment file, with the meaning of every flag and variable.
+
+    Ends with exit code 2, and writes nothing, when a word of it is not known.
+    """
+    from slipstream.tasks.other_engines.import_line import as_yaml, import_line
+
+    print(as_yaml(import_line(line, engine_version, environ={}), line), end="")
+
+
 @app.command()
 def run(config: Config, overrides: Overrides = None) -> None:
     """Run the whole lifecycle: from a package to a benchmarked speculative server and back to a clean machine.
@@ -77,13 +121,14 @@ def run(config: Config, overrides: Overrides = None) -> None:
 
     from slipstream.flows.plan import make_plan
     from slipstream.flows.plan_tables import show_findings
-    from slipstream.tasks.checks import refuse
+    from slipstream.tasks.checks import refuse, refuse_other_engine
 
     _require_prefect()
     from slipstream.flows.run import run_lifecycle
 
     console = Console()
     made = make_plan(config, overrides or ())
+    refuse_other_engine(made.loaded.deployment, "run")
     refuse(made.findings)
     show_findings(made, console)
     run_lifecycle(config, overrides or (), console)
@@ -289,9 +334,13 @@ def _run(
 ) -> "list[StageResult]":
     from slipstream.configs.load import load
     from slipstream.flows.signals import unwinding_signals
+    from slipstream.tasks.checks import refuse_other_engine
     from slipstream.tasks.stage import run_stage
 
     deployment = load(config, overrides or ()).deployment
+    for stage in stages:
+        if stage.name in SERVING_STAGES:
+            refuse_other_engine(deployment, f"stage {stage.name}")
     directory = deployment.host.workdir if workdir is None else workdir
     with unwinding_signals(), _reporter(as_json) as reporter:
         return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]

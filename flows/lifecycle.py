@@ -17,7 +17,7 @@ from prefect.states import Completed, State
 from slipstream.configs.load import load
 from slipstream.flows.plan import make_plan
 from slipstream.tasks import gates
-from slipstream.tasks.checks import refuse
+from slipstream.tasks.checks import refuse, refuse_other_engine
 from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.registry import all_stages, get_stage
 from slipstream.tasks.reporting import NullReporter, Reporter
@@ -42,6 +42,7 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
     Raises what a stage raises; SlipstreamError when a gate fails, after the report is written.
     """
     deployment = load(config, overrides or ()).deployment
+    refuse_other_engine(deployment, "the lifecycle")
     workdir, reporter = deployment.host.workdir, REPORTER.get() or NullReporter()
     with workdir_lock(workdir):
         keep = False

@@ -15,6 +15,10 @@ from slipstream.tasks import derived
 from slipstream.tasks.checks import Facts, Finding, find, gather
 from slipstream.tasks.checks_machine import disk_needed, existing_parent, human_bytes
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
+from slipstream.tasks.other_engines.effect import Effect
+from slipstream.tasks.other_engines.import_line import import_line, meaning
+from slipstream.tasks.other_engines.launch_facts import asked, draft_step
+from slipstream.tasks.other_engines.sglang_effects import effects
 from slipstream.tasks.registry import all_stages
 from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
 
@@ -48,6 +52,7 @@ class Plan:
         findings: contradictions and warnings.
         costs: stage -> estimate.
         tokens: tokens of the conversations, None while the prompts cannot be read.
+        effects: what another engine makes of the launch; empty for our own. It is not launched: no stages, no costs.
     """
 
     loaded: Loaded
@@ -56,6 +61,13 @@ class Plan:
     findings: tuple[Finding, ...]
     costs: Mapping[str, Cost]
     tokens: Tokens | None
+    effects: tuple[Effect, ...] = ()
+
+    @property
+    def other_engine(self) -> str:
+        """Name of the engine that serves, when it is not our own; else ""."""
+        engine = self.loaded.deployment.server.engine
+        return "" if engine == "slipstream" else engine
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -88,9 +100,43 @@ def make_plan(
 
     Raises SlipstreamError when the deployment or something left by an earlier run cannot be read.
     """
-    loaded = load(path, overrides, environ)
+    return plan_of(load(path, overrides, environ), workdir=workdir, stages=stages, skip=skip)
+
+
+def plan_command(
+    line: str,
+    engine_version: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    workdir: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    skip: Collection[str] = (),
+) -> Plan:
+    """Plans a launch line of another engine.
+
+    Args:
+        line: the launch line, as given to a shell.
+        engine_version: the release that it starts; None where nobody knows.
+        overrides, workdir, environ, skip: as for `make_plan`.
+
+    Raises SlipstreamError that lists what of the line cannot be taken.
+    """
+    return plan_of(import_line(line, engine_version, overrides, environ), workdir=workdir, skip=skip)
+
+
+def plan_of(
+    loaded: Loaded,
+    *,
+    workdir: Path | None = None,
+    stages: Sequence[Stage] | None = None,
+    skip: Collection[str] = (),
+) -> Plan:
+    """Plans a deployment that is read already; arguments as for `make_plan`."""
     deployment = loaded.deployment
     workdir = deployment.host.workdir if workdir is None else workdir
+    if deployment.server.engine != "slipstream":
+        facts = gather(deployment, workdir, loaded.provenance)
+        return Plan(loaded, facts, (), tuple(find(facts, skip)), {}, None, effects(facts))
     statuses: tuple[StageStatus, ...] = ()
     unreadable = None
     try:
@@ -121,8 +167,16 @@ def values(plan: Plan) -> list[Value]:
     return result
 
 
+def meanings(plan: Plan) -> dict[str, str]:
+    """Meaning of each key that was written for another engine, and its effect under speculation there."""
+    written = {key for key, origin in plan.loaded.provenance.items() if origin.kind != "default"}
+    return {key: meaning(key, field) for key, field in known_fields() if key in written}
+
+
 def derived_values(plan: Plan) -> list[Derived]:
     """Every value that follows from the deployment and the target; nothing is guessed where the target is unknown."""
+    if plan.other_engine:
+        return _of_launch(plan)
     facts, deployment = plan.facts, plan.loaded.deployment
     rows = [Derived("target", _target_words(facts), facts.target_words)]
     speculation = deployment.speculation
@@ -144,6 +198,23 @@ def derived_values(plan: Plan) -> list[Derived]:
         how = "counted in the store" if plan.tokens.measured else "estimate from the prompts' length and max_new_tokens"
         words = f"{plan.tokens.conversations} with about {plan.tokens.total} tokens"
         rows.append(Derived("conversations", words, how))
+    return rows
+
+
+def _of_launch(plan: Plan) -> list[Derived]:
+    """What follows from a launch of another engine."""
+    facts = plan.facts
+    rows = [Derived("target", _target_words(facts) if facts.target else "unknown here", facts.target_words)]
+    steps, topk = asked(facts, "speculation.num_steps"), asked(facts, "speculation.topk")
+    if steps is not None and topk == 1 and not asked(facts, "sglang.speculative_adaptive"):
+        rows.append(Derived("verify width", str(steps + 1), "num_steps + 1 rows a round, with topk 1"))
+        rows.append(Derived("accept length", f"1 to {steps + 1}", "floor and ceiling, the bonus token included"))
+    path = asked(facts, "draft.path")
+    if path is not None:
+        rows.append(Derived("draft", "there" if path.is_dir() else "not on this machine", str(path)))
+        step = draft_step(path)
+        if step is not None:
+            rows.append(Derived("draft's training step", str(step[0]), step[1]))
     return rows
 
 
@@ -229,7 +300,9 @@ class Room:
 
 
 def room(plan: Plan) -> list[Room]:
-    """Disk and memory: what the coming run needs against what is there."""
+    """Disk and memory: what the coming run needs against what is there. Nothing for an engine that is not launched."""
+    if plan.other_engine:
+        return []
     costed = [plan.costs[name] for name in plan.needed if name in plan.costs]
     known = any(cost.disk_bytes or cost.memory_bytes for cost in plan.costs.values()) or not plan.needed
     most = max((cost.memory_bytes for cost in costed), default=0)
@@ -256,6 +329,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
             for s in plan.statuses
         ],
         "room": [{"what": r.what, "needed_bytes": r.needed, "free_bytes": r.free} for r in room(plan)],
+        "effects": [asdict(effect) for effect in plan.effects],
         "findings": [asdict(finding) for finding in plan.findings],
     }
 
@@ -286,6 +360,9 @@ __all__ = [
     "derived_values",
     "human_bytes",
     "make_plan",
+    "meanings",
+    "plan_command",
+    "plan_of",
     "room",
     "values",
 ]

@@ -4,27 +4,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.flows.plan import Plan, derived_values, human_bytes, room, values
+from slipstream.flows.plan import Plan, derived_values, human_bytes, meanings, room, values
 from slipstream.tasks.estimates import Cost
+from slipstream.tasks.other_engines.sglang_effects import ROW_CHECKS
 
 
 def show(plan: Plan, console: Console) -> None:
     """Prints the whole plan: values, derived values, stages, room, and at the end what is wrong."""
-    for table in (_values(plan), _derived(plan), _stages(plan), _room(plan)):
+    if plan.other_engine:
+        tables = [_launch_values(plan), _derived(plan), _effects(plan)]
+    else:
+        tables = [_values(plan), _derived(plan), _stages(plan), _room(plan)]
+    for table in tables:
         console.print(table)
         console.print()
     show_findings(plan, console)
 
 
 def show_findings(plan: Plan, console: Console) -> None:
-    """Prints warnings and contradictions, each with the ways to agree."""
+    """Prints warnings and contradictions, each with the ways to agree; no warning again that is a row of effects."""
     for finding in sorted(plan.findings, key=lambda f: f.severity == "error"):
+        if plan.other_engine and finding.severity == "warning" and finding.check in ROW_CHECKS:
+            continue
         colour, title = ("red", "contradiction") if finding.severity == "error" else ("yellow", "warning")
         console.print(Text.assemble((f"{title} ", f"bold {colour}"), str(finding)), soft_wrap=True)
     if plan.errors:
         number = len(plan.errors)
         console.print(Text(f"{number} contradiction{'s' if number > 1 else ''}: nothing would be run", "bold red"))
-    else:
+    if plan.other_engine:
+        words = f"Slipstream plans and checks a launch of {plan.other_engine}, it does not launch it"
+        console.print(words if plan.errors else Text.assemble(("no contradiction", "bold green"), f"; {words}"))
+    elif not plan.errors:
         runs = ", ".join(plan.needed) or "nothing"
         console.print(Text.assemble(("no contradiction", "bold green"), f"; a run would do: {runs}"), soft_wrap=True)
 
@@ -44,15 +54,56 @@ def _values(plan: Plan) -> Table:
     table = _table("Values", "key", "value", "from")
     section = ""
     for value in values(plan):
+        if value.key.startswith(("sglang.", "nccl.")) and value.origin == "default":
+            continue  # nothing of another engine's was written: nothing to know
         here = value.key.split(".")[0]
         if section not in ("", here):
             table.add_section()
         section = here
-        shown = value.value
-        text = "null" if shown is None else str(list(shown) if isinstance(shown, tuple) else shown)
+        text = _shown(value.value)
         table.add_row(
             value.key, Text(text, overflow="fold"), Text(value.origin, "dim" if value.origin == "default" else "")
         )
+    return table
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
+
+
+def _launch_values(plan: Plan) -> Table:
+    """What is on the launch line of another engine; a key that nobody wrote is not on it."""
+    title = f"Asked of {plan.other_engine} (a key that is not here is not on its launch line)"
+    table, meaning = _table(title, "key", "value", "from", "meaning"), meanings(plan)
+    for value in values(plan):
+        if value.key in meaning:
+            table.add_row(
+                value.key,
+                Text(_shown(value.value), overflow="fold"),
+                Text(value.origin, overflow="fold"),
+                Text(meaning[value.key], "dim"),
+            )
+    return table
+
+
+_COLOURS = {"error": "red", "warning": "yellow", "note": ""}
+
+
+def _effects(plan: Plan) -> Table:
+    """Asked and effective side by side."""
+    version = plan.loaded.deployment.server.engine_version or "of an unknown version"
+    columns = ("row", "asked", "effective", "visible", "so that nothing changes")
+    table = _table(f"What {plan.other_engine} {version} makes of it", *columns)
+    for effect in plan.effects:
+        only = f"in {effect.where}: " if effect.where else ""
+        table.add_row(
+            Text(effect.row, _COLOURS[effect.severity]),
+            Text(effect.asked, overflow="fold"),
+            Text(only + effect.effective, _COLOURS[effect.severity], overflow="fold"),
+            Text(effect.visible, overflow="fold"),
+            Text("; or ".join(effect.ways), overflow="fold"),
+        )
+        table.add_section()
     return table
 
 

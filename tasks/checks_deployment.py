@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from slipstream.engine.config import MAX_NUM_STEPS
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
+from slipstream.tasks.other_engines import sglang_effects
+
+EVERY_ENGINE = ("slipstream", "sglang")
 
 
 def _widths(facts: Facts) -> Iterator[Finding]:
+    if facts.deployment.server.engine != "slipstream":
+        yield from sglang_effects.findings(facts, "F1")
+        return
     speculation = facts.deployment.speculation
     steps, width = speculation.num_steps, speculation.verify_width
     if speculation.topk != 1:
@@ -70,6 +76,9 @@ def _steps_trained(facts: Facts) -> Iterator[Finding]:
 
 
 def _draft_context(facts: Facts) -> Iterator[Finding]:
+    if facts.deployment.server.engine != "slipstream":
+        yield from sglang_effects.findings(facts, "F14")
+        return
     draft, served = facts.deployment.draft.max_context_tokens, facts.deployment.server.max_context_tokens
     if draft is not None and draft < served:
         yield Finding(
@@ -228,10 +237,10 @@ def _largest_steps(facts: Facts) -> int:
 
 
 DEPLOYMENT: tuple[Check, ...] = (
-    Check("F1", "the verify width is num_steps + 1, and nobody cuts it silently", _widths),
+    Check("F1", "the verify width is num_steps + 1, and nobody cuts it silently", _widths, EVERY_ENGINE),
     Check("steps-served", "no chain is longer than the engine serves", _steps_served),
     Check("steps-trained", "the draft is trained as far ahead as it is served", _steps_trained),
-    Check("F14", "the draft's positions reach as far as the served context", _draft_context),
+    Check("F14", "the draft's positions reach as far as the served context", _draft_context, EVERY_ENGINE),
     Check("context-budget", "the longest prompt and its answer fit into the context", _context_budget),
     Check("concurrency", "the benchmark asks for no more streams than are served at the same time", _concurrency),
     Check("slots", "the slots name states that the target has", _slots_in_range),

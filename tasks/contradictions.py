@@ -25,6 +25,7 @@ class Finding:
         ways: the ways to agree; any one of them will do.
         fault: id of the incident's fault, or "".
         severity: only an error stops.
+        runbook: file name under `runbooks/`, where there is one.
     """
 
     check: str
@@ -33,11 +34,13 @@ class Finding:
     ways: tuple[str, ...]
     fault: str = ""
     severity: Severity = "error"
+    runbook: str = ""
 
     def __str__(self) -> str:
         title = f"{self.fault}: {self.found}" if self.fault else self.found
         ways = "; or ".join(self.ways)
-        return "\n".join([title, f"  expected: {self.expected}", *([f"  do: {ways}"] if ways else [])])
+        lines = [title, f"  expected: {self.expected}", *([f"  do: {ways}"] if ways else [])]
+        return "\n".join([*lines, *([f"  runbook: runbooks/{self.runbook}"] if self.runbook else [])])
 
 
 class Contradictions(SlipstreamError):
@@ -49,7 +52,8 @@ class Contradictions(SlipstreamError):
         self.findings = tuple(findings)
         if len(findings) == 1:
             only = findings[0]
-            super().__init__(only.found, expected=only.expected, do="; or ".join(only.ways), fault=only.fault)
+            do = "; or ".join(only.ways)
+            super().__init__(only.found, expected=only.expected, do=do, runbook=only.runbook, fault=only.fault)
             return
         text = "\n".join(str(finding) for finding in findings)
         super().__init__(f"{len(findings)} contradictions:\n{text}")

@@ -12,7 +12,7 @@ from slipstream.engine.capture import slot_name
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.bench_client import ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
-from slipstream.tasks.checks import find, gather, refuse
+from slipstream.tasks.checks import find, gather, refuse, refuse_other_engine
 from slipstream.tasks.cleanup import clean
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.manifest import MANIFEST, read_json, write_json
@@ -32,6 +32,7 @@ MAX_DIFFERENCE = 0.15
 def run(context: StageContext) -> dict[str, Any]:
     """The stage: see the head of this file. Raises SlipstreamError, and leaves no server behind, if it differs."""
     config, workdir = context.config, context.workdir
+    refuse_other_engine(config, "stage launch")
     facts = gather(config, workdir)
     refuse(find(facts))
     clean(workdir, config, say=context.say)

@@ -43,6 +43,9 @@ def test_every_value_stands_with_its_origin(tmp_path: Path, left_over: ModuleTyp
     assert rows["gates.min_speedup"].origin == "default"
     text = text_of(plan)
     for row in rows.values():
+        if row.key.startswith(("sglang.", "nccl.")):
+            assert row.key not in text  # nobody wrote anything for another engine
+            continue
         assert row.key in text
         assert row.origin in text
 

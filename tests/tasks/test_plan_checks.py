@@ -54,6 +54,11 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
     ("draft-shape", {"draft": {"draft_vocab_size": 1001}}, ("draft_vocab_size = 1001", "1000 tokens")),
     ("draft-shape", {"draft": {"num_heads": 5}}, ("draft.num_heads = 5", "5 heads over 2")),
     ("samples", {"data": {"temperatures": (0.0, 0.7, 0.0)}}, ("temperatures = ", "2 greedy answers")),
+    (
+        "unused-keys",
+        {"sglang": {"page_size_tokens": 64}},
+        ("sglang.page_size_tokens = 64", "write server.engine: sglang"),
+    ),
     ("prompts", {"data": {"prompts": "/nowhere/p.jsonl"}}, ("data.prompts", "/nowhere/p.jsonl does not exist")),
     ("prompts", {"benchmark": {"prompts": "/nowhere/b.jsonl"}}, ("benchmark.prompts", "/nowhere/b.jsonl")),
     ("prompts", {"benchmark": {"num_prompts": 10_000}}, ("benchmark.num_prompts = 10000", "data.holdout_fraction")),
@@ -284,7 +289,16 @@ def test_ids_are_unique_and_every_check_has_words() -> None:
 
 def test_every_check_is_exercised_by_a_test() -> None:
     """A check without a test could have stopped to find anything."""
-    tested = {case[0] for case in CASES} | {"disk", "memory", "port", "pin", "target", "steps-trained", "serving-slots"}
+    tested = {case[0] for case in CASES} | {
+        "disk",
+        "memory",
+        "port",
+        "pin",
+        "target",
+        "steps-trained",
+        "serving-slots",
+        "launch-line",
+    }
     faults = {
         path.name.split("_")[1].upper().replace("F0", "F")
         for path in Path(__file__).parents[1].glob("faults/test_f*.py")
