@@ -62,8 +62,8 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
-    def add_request(self, request: Request) -> None:
-        """Queues a request. Raises SlipstreamError for one that could never run."""
+    def add_request(self, request: Request) -> Request:
+        """Queues a request. Returns it with its seed drawn. Raises SlipstreamError for one that could never run."""
         if request.request_id in self._sequences:
             raise SlipstreamError(f"request id {request.request_id!r} is in use", expected="an id of its own")
         request = replace(request, params=request.params.validate().with_seed())
@@ -87,6 +87,7 @@ class Engine:
         sequence = Running(request, frozenset(stop_ids), limit, recorder=TraceRecorder() if request.trace else None)
         self._sequences[request.request_id] = sequence
         self.scheduler.waiting.append(sequence)
+        return request
 
     def abort(self, request_id: str) -> bool:
         """Drops a request and frees what it holds. False when there is no such request (it may just have ended)."""

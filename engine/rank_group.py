@@ -2,10 +2,10 @@
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from slipstream.engine.tensor_parallel import TensorParallel, single
+if TYPE_CHECKING:  # rank 0 starts the others before it imports torch
+    from slipstream.engine.tensor_parallel import TensorParallel
 
 # Longest wait for a peer within one exchange. A peer that dies is noticed at once; this is for one that hangs.
 PEER_SECONDS = 60.0
@@ -21,7 +21,7 @@ def make_store() -> int:
 
 def connect(
     rank: int, size: int, store: int, *, name: str = "tp", peer_seconds: float = PEER_SECONDS
-) -> TensorParallel:
+) -> "TensorParallel":
     """Joins the other ranks; all must come within `peer_seconds`.
 
     Args:
@@ -30,8 +30,13 @@ def connect(
         name: tells groups that meet at one store apart.
         peer_seconds: longest wait for a peer, now and in every exchange.
 
-    Raises RuntimeError when one does not come.
+    Raises PeerLost when one does not come.
     """
+    import torch.distributed as dist
+
+    from slipstream.engine.tensor_parallel import TensorParallel, single
+    from slipstream.kernels.all_gather import PeerLost
+
     if size == 1:
         return single()
     file = dist.PrefixStore(name, dist.FileStore(f"/proc/self/fd/{store}", -1))
@@ -40,4 +45,7 @@ def connect(
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=peer_seconds)
     options._threads = 1
-    return TensorParallel(rank, size, dist.ProcessGroupGloo(file, rank, size, options))
+    try:
+        return TensorParallel(rank, size, dist.ProcessGroupGloo(file, rank, size, options))
+    except RuntimeError as error:
+        raise PeerLost(str(error)) from error

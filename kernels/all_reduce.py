@@ -17,7 +17,7 @@ def all_reduce(x: torch.Tensor, group: Any) -> torch.Tensor:
     Returns:
         [..., n] in the dtype of `x`: summed in fp32 in the order of the ranks, rounded once.
 
-    Raises RuntimeError when a peer is gone, or does not answer within the group's timeout.
+    Raises PeerLost when a peer is gone, or does not answer within the group's timeout.
     """
     parts = all_gather(x, [x.shape[-1]] * group.size(), group)  # size x [..., n]
     total = parts[0].float() + parts[1].float()

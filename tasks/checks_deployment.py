@@ -200,6 +200,43 @@ def _draft_shape(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _ranks(facts: Facts) -> Iterator[Finding]:
+    deployment, target, size = facts.deployment, facts.target, facts.deployment.server.tensor_parallel_size
+    if size == 1 or deployment.server.engine != "slipstream":
+        return
+    if deployment.speculation.num_steps == "auto":
+        yield Finding(
+            "ranks",
+            f"{facts.say('speculation.num_steps')} and {facts.say('server.tensor_parallel_size')}",
+            "a K chosen from the costs of what is served: tune measures rounds of one rank",
+            ("write speculation.num_steps, and let the benchmark judge it",),
+            severity="warning",
+        )
+    if target is None:
+        return
+    rows = {
+        "rows in the vocabulary": target.vocab_size,
+        "rows in the draft's vocabulary": deployment.draft.draft_vocab_size or target.vocab_size,
+        "features in the target's MLP": target.intermediate_size,
+    }
+    name, fewest = min(rows.items(), key=lambda item: item[1])
+    if size > fewest:
+        yield Finding(
+            "ranks",
+            f"{facts.say('server.tensor_parallel_size')}, but there are {fewest} {name}",
+            "something for every rank to hold",
+            (f"write server.tensor_parallel_size: {fewest} or less",),
+        )
+    elif size > target.num_heads:
+        yield Finding(
+            "ranks",
+            f"{facts.say('server.tensor_parallel_size')}, but the target has {target.num_heads} query heads",
+            f"at most one rank a head: {size - target.num_heads} ranks or more would have no part in attention",
+            (f"write server.tensor_parallel_size: {target.num_heads} or less",),
+            severity="warning",
+        )
+
+
 def _samples(facts: Facts) -> Iterator[Finding]:
     data = facts.deployment.data
     if data.temperatures.count(0.0) > 1:
@@ -245,6 +282,7 @@ DEPLOYMENT: tuple[Check, ...] = (
     Check("concurrency", "the benchmark asks for no more streams than are served at the same time", _concurrency),
     Check("slots", "the slots name states that the target has", _slots_in_range),
     Check("draft-shape", "the draft's shapes fit each other and the target", _draft_shape),
+    Check("ranks", "every rank has a part of every layer", _ranks),
     Check("samples", "no prompt is answered twice with the same answer", _samples),
     Check("pin", "a downloaded wheel is the very one that was looked at", _pin),
 )

@@ -192,11 +192,14 @@ class _Formulas:
         return Cost(30.0 + rounds * benchmark.max_new_tokens * self.step_seconds, 4 << 20, 2 * self.server_memory())
 
     def server_memory(self) -> int:
-        """Weights of target and draft, and the KV cache of as many requests as run at the same time."""
+        """Weights of target and draft, and the KV cache of as many requests as run at the same time; of all ranks."""
         server = self.deployment.server
+        ranks = server.tensor_parallel_size
         size = derived.BYTES[server.dtype]
         kv = derived.kv_bytes_per_token(
             self.target.num_layers, self.target.num_kv_heads, self.target.head_dim, server.dtype
         ) + derived.kv_bytes_per_token(1, self.draft.num_kv_heads, self.draft.head_dim, server.dtype)
         pool = kv * server.max_running_requests * server.max_context_tokens
-        return self.served_weights + self.draft_parameters * size + pool + (512 << 20)  # and the interpreter with torch
+        pool *= max(1, ranks // self.target.num_kv_heads)  # with more ranks than KV heads, several hold the same one
+        # and on each rank the interpreter with torch
+        return self.served_weights + self.draft_parameters * size + pool + ranks * (512 << 20)

@@ -29,7 +29,13 @@ class UnknownStage(SlipstreamError):
 
 
 # What the sizes and costs of a served round depend on.
-_SERVED = ("server.dtype", "server.max_context_tokens", "server.block_size_tokens", "server.prefill_chunk_tokens")
+_SERVED = (
+    "server.dtype",
+    "server.max_context_tokens",
+    "server.block_size_tokens",
+    "server.prefill_chunk_tokens",
+    "server.tensor_parallel_size",
+)
 _HELD_OUT = ("data.prompts", "data.holdout_fraction", "data.seed")
 
 

@@ -30,6 +30,7 @@ LOG_LINES = 15
 PHASES = (
     "starting",
     "importing torch",
+    "waiting for the other ranks",
     "loading the target",
     "reading the target's fingerprint",
     "loading the draft",
@@ -168,6 +169,7 @@ def server_command(deployment: "Deployment", plan: ServerPlan, ready_file: Path)
         "--block-size-tokens": server.block_size_tokens,
         "--prefill-chunk-tokens": server.prefill_chunk_tokens,
         "--dtype": server.dtype,
+        "--tensor-parallel-size": server.tensor_parallel_size,
         "--shutdown-timeout-seconds": server.shutdown_timeout_seconds,
     }
     if deployment.host.threads is not None:
@@ -234,6 +236,7 @@ def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[st
         "max_running_requests": (server.max_running_requests, ""),
         "block_size_tokens": (server.block_size_tokens, ""),
         "prefill_chunk_tokens": (server.prefill_chunk_tokens, ""),
+        "tensor_parallel_size": (server.tensor_parallel_size, ""),
         "injections": (list(plan.injections), ""),  # none but in a parity check that asked for them
     }
     if deployment.host.threads is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from slipstream.engine.agreement import RankAgreement, check_same
 from slipstream.engine.capture import slot_name
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.hf_config import read_record
@@ -26,6 +27,8 @@ from slipstream.engine.models.llama import LlamaModel
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.stats import EngineStats
+from slipstream.engine.tensor_parallel import TensorParallel, single
+from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.row_invariance import RowInvariance, probe
 
 EXACT = "speculation gives the very tokens that the target gives without it, bit for bit"
@@ -36,42 +39,58 @@ BY_GAP = (
 
 
 def build_engine(
-    options: EngineOptions, phase: Callable[[str], None], skip: Collection[str] = ()
+    options: EngineOptions,
+    phase: Callable[[str], None],
+    skip: Collection[str] = (),
+    parallel: TensorParallel | None = None,
 ) -> tuple[Engine, dict[str, Any]]:
-    """Loads, checks and warms up.
+    """Loads, checks and warms up. Every rank calls it; they go through it side by side.
 
     Args:
         options: see there.
         phase: told what is being done.
         skip: faults whose checks are off.
+        parallel: this rank among all, where there are several.
 
-    Returns: (engine, effective settings as JSON).
+    Returns: (engine, effective settings as JSON; {} on all ranks but the first).
     Raises SlipstreamError: F2, F3, F8, F9, F14, F17 and whatever else is wrong with the directories.
     """
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if options.threads_per_rank is not None:
+        torch.set_num_threads(options.threads_per_rank)
     options.check()
+    parallel = parallel or single()
+    check_same(parallel, _told(options))
     config = options.engine_config()
     phase("loading the target")
-    target = load_target(options.target, options.dtype)
-    phase("reading the target's fingerprint")
-    identity = TargetIdentity.from_dir(Path(options.target))
+    target = load_target(options.target, options.dtype, parallel=parallel)
+    identity = None
+    if parallel.rank == 0:  # reading all weights once is enough
+        phase("reading the target's fingerprint")
+        identity = TargetIdentity.from_dir(Path(options.target))
     proposer = None
     if options.draft is not None:
         phase("loading the draft")
         network = load_draft(
-            Path(options.draft), getattr(torch, options.dtype), target_embedding=target.embed_tokens.weight, skip=skip
+            Path(options.draft),
+            getattr(torch, options.dtype),
+            target_embedding=target.embed_tokens.weight,
+            parallel=parallel,
+            skip=skip,
         )
-        check_draft_fits(Path(options.draft), network, target, identity, skip)
+        if identity is not None:
+            check_draft_fits(Path(options.draft), network, target, identity, skip)
         proposer = Eagle3Proposer(network.eval(), options.num_steps)
     phase("allocating the KV cache")
-    engine = Engine(target, config, proposer, options.capture_slots)
+    # A fault that is put in on purpose is to be found by parity; by itself, this comparison finds it first.
+    compare_states = not options.inject and "F5" not in skip
+    agreement = RankAgreement(parallel, compare_states=compare_states) if parallel.size > 1 else None
+    engine = Engine(target, config, proposer, options.capture_slots, agreement)
     inject(engine, parse_injections(options.inject))
     phase("probing row invariance")
     invariance = probe_model(target, proposer.network if proposer else None)
     phase("warming up")
     warm_up(engine)
-    return engine, effective_settings(options, engine, identity, invariance)
+    return engine, effective_settings(options, engine, identity, invariance) if identity is not None else {}
 
 
 def check_draft_fits(
@@ -99,16 +118,36 @@ def check_draft_fits(
 
 
 def probe_model(target: LlamaModel, draft: Eagle3Network | None) -> RowInvariance:
-    """Whether this machine keeps a row's bits in every shape that the two networks use."""
+    """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
     weights = {tuple(target.head_weight.shape)}
     for network in (target, draft):
         modules = network.modules() if network is not None else []
         weights |= {tuple(module.weight.shape) for module in modules if isinstance(module, Linear)}
-    shapes = sorted((int(rows), int(columns)) for rows, columns in weights)
-    model = target.config
-    return probe(
-        target.embed_tokens.weight.dtype, shapes, attention=(model.num_heads, model.num_kv_heads, model.head_dim)
+    shapes = sorted((int(rows), int(columns)) for rows, columns in weights if rows and columns)
+    model, parallel = target.config, target.parallel
+    heads = parallel.cut_heads(model.num_heads, model.num_kv_heads)
+    attention = (max(1, heads.q.size), max(1, heads.kv.size), model.head_dim)  # a rank without heads probes one
+    own = probe(target.embed_tokens.weight.dtype, shapes, attention=attention)
+    if parallel.size == 1:
+        return own
+    everybody = all_gather(torch.tensor([int(own.invariant)]), [1] * parallel.size, parallel.group)
+    changed = [rank for rank, invariant in enumerate(everybody) if not int(invariant)]
+    if not own.invariant or not changed:
+        return own
+    return RowInvariance(
+        False, f"the shapes of ranks {changed} change a row's bits; those of rank {parallel.rank} do not"
     )
+
+
+def _told(options: EngineOptions) -> dict[str, object]:
+    """What every rank must find the same before it loads anything."""
+    directories = [options.target, *([options.draft] if options.draft else [])]
+    files = [file for name in directories for file in sorted(Path(name).glob("*"))]
+    return {
+        "versions": {name: version(name) for name in ("slipstream", "torch", "safetensors")},
+        "options": options,
+        "files": [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+    }
 
 
 def warm_up(engine: Engine) -> None:
@@ -150,6 +189,7 @@ def effective_settings(
         "block_size_tokens": config.block_size_tokens,
         "prefill_chunk_tokens": config.prefill_chunk_tokens,
         "kv_blocks": config.total_blocks,
+        "tensor_parallel_size": engine.target.parallel.size,
         "threads": torch.get_num_threads(),
         "target": {"directory": options.target, **identity.to_dict()},
         "draft": draft,
@@ -165,7 +205,7 @@ def effective_settings(
         "engine_pid": os.getpid(),
         "injections": [str(injection) for injection in parse_injections(options.inject)],
     }
-    told = [settings[key] for key in ("num_steps", "dtype", "target", "draft")]
+    told = [settings[key] for key in ("num_steps", "dtype", "target", "draft", "tensor_parallel_size")]
     return {**settings, "fingerprint": f"slipstream-{_sha256(repr(told))[:12]}"}
 
 

@@ -1,6 +1,9 @@
 """What an engine process is told. Imports no torch: the front checks it before the engine process starts."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
@@ -11,8 +14,9 @@ from slipstream.engine.injection import parse_injections
 class EngineOptions:
     """What an engine process is told: directories, K, and the sizes of `EngineConfig`.
 
-    draft: None at num_steps = 0. threads: of torch; None leaves its default. capture_slots: slots that traces hold
-    beside the draft's. inject: faults that are put in on purpose, as engine.injection reads them.
+    draft: None at num_steps = 0. threads: of torch, on each rank; None is its default, and for several ranks an equal
+    share of the cores. capture_slots: slots that traces hold beside the draft's. inject: faults that are put in on
+    purpose, as engine.injection reads them. tensor_parallel_size: ranks that share every layer.
     """
 
     target: str
@@ -26,6 +30,20 @@ class EngineOptions:
     threads: int | None = None
     capture_slots: tuple[int, ...] = ()
     inject: tuple[str, ...] = ()
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> "EngineOptions":
+        """Inverse of `asdict` through JSON, which knows no tuples."""
+        fields: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in value.items()}
+        return cls(**fields)
+
+    @property
+    def threads_per_rank(self) -> int | None:
+        """What torch is told; None: nothing."""
+        if self.threads is not None or self.tensor_parallel_size == 1:
+            return self.threads
+        return max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -46,6 +64,12 @@ class EngineOptions:
                 f"threads = {self.threads}",
                 expected="1 or more",
                 do="raise --threads, or leave it out for torch's choice",
+            )
+        if self.tensor_parallel_size < 1:
+            raise SlipstreamError(
+                f"tensor_parallel_size = {self.tensor_parallel_size}",
+                expected="1 or more",
+                do="raise --tensor-parallel-size",
             )
         slots = self.capture_slots
         if any(slot < 0 for slot in slots) or len(set(slots)) != len(slots):

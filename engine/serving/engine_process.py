@@ -34,6 +34,7 @@ from slipstream.engine.serving.protocol import (
     Tokens,
     Traced,
 )
+from slipstream.engine.serving.ranks import Leader, Ranks
 
 EXIT_FAILED = 1
 LAST_WORDS_SECONDS = 5.0
@@ -46,7 +47,7 @@ class Steppable(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def add_request(self, request: Any) -> None: ...
+    def add_request(self, request: Any) -> object: ...
 
     def abort(self, request_id: str) -> bool: ...
 
@@ -140,7 +141,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=arguments.socket))
     try:
-        run(channel, arguments.options)
+        run(channel, EngineOptions.from_json(arguments.options))
     except BrokenPipeError:
         print("slipstream engine: the HTTP front is gone; the engine ends", file=sys.stderr)
         sys.exit(EXIT_FAILED)
@@ -156,18 +157,35 @@ def main() -> None:
         sys.exit(EXIT_FAILED)
 
 
-def run(channel: Channel, options: dict[str, Any]) -> None:
-    """Loads the engine and works until the front says stop."""
-    channel.send(Phase("importing torch"))
+def run(channel: Channel, options: EngineOptions) -> None:
+    """Loads the engine and works until the front says stop; with several ranks, starts and ends the others."""
+    if options.tensor_parallel_size == 1:
+        serve(channel, options)
+        return
+    ranks = Ranks(options)  # before torch is imported here: they do so at the same time
+    with ranks.watched():
+        serve(channel, options, ranks)
+
+
+def serve(channel: Channel, options: EngineOptions, ranks: Ranks | None = None) -> None:
+    """Loads this rank's part, and loops over rounds."""
+
+    def phase(text: str) -> None:
+        channel.send(Phase(text))
+
+    phase("importing torch")
     from slipstream.engine.serving.engine_build import build_engine
 
-    options = {**options, "capture_slots": tuple(options["capture_slots"]), "inject": tuple(options["inject"])}
-    engine, settings = build_engine(EngineOptions(**options), lambda text: channel.send(Phase(text)))
+    parallel = None
+    if ranks is not None:
+        phase("waiting for the other ranks")
+        parallel = ranks.connect()
+    engine, settings = build_engine(options, phase, parallel=parallel)
     # What is loaded stays for good: the collector need not walk over it in the middle of a round.
     gc.collect()
     gc.freeze()
-    channel.send(Ready(settings))
-    EngineLoop(engine, channel).run()
+    channel.send(Ready({**settings, "rank_pids": ranks.serving() if ranks else [os.getpid()]}))
+    EngineLoop(Leader(engine, ranks) if ranks else engine, channel).run()
 
 
 if __name__ == "__main__":

@@ -152,7 +152,9 @@ class Serving:
                 f"  WARNING: FAULT PUT IN ON PURPOSE: {text} ({parse_injection(text).meaning}); this is a test server"
             )
         print(f"  K = {settings['num_steps']}, width {settings['verify_width']}, slots {settings['slots'] or 'none'}")
-        print(f"  {settings['dtype']}, context {settings['max_context_tokens']} tokens, {settings['threads']} threads")
+        ranks = settings["tensor_parallel_size"]
+        threads = f"{settings['threads']} threads" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+        print(f"  {settings['dtype']}, context {settings['max_context_tokens']} tokens, {threads}")
         print(f"  row invariance: {'yes' if invariance['invariant'] else 'NO'}: {invariance['detail']}")
         print(f"  promise: {invariance['promise']}", flush=True)
         if self._front.chat_problem:

@@ -39,7 +39,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--block-size-tokens", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=256)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch; default: its own choice")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share every layer")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads of torch on each rank; default: its own choice, or cores / ranks"
+    )
     parser.add_argument("--capture-slots", default="", help="comma-separated slots that traces hold beside the draft's")
     parser.add_argument("--diagnostics", action="store_true", help="serve /slipstream/trace")
     parser.add_argument(
@@ -116,6 +119,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         threads=options.threads,
         capture_slots=capture,
         inject=tuple(options.inject),
+        tensor_parallel_size=options.tensor_parallel_size,
     )
     result.check()
     return result

@@ -11,9 +11,12 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.engine.sequence import Request
 
 LENGTH = struct.Struct("!Q")
 READ_BYTES = 1 << 18
@@ -120,6 +123,26 @@ class Failed:
     reason: str
 
 
+# ---- between rank 0 and another rank (which also know Abort, Stop and Failed)
+
+
+@dataclass(frozen=True)
+class Here:
+    """A rank has started, and waits for `Connect`."""
+
+
+@dataclass(frozen=True)
+class Connect:
+    """All ranks have started: join the group."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Take these in, in order, then run a step."""
+
+    commands: "list[Request | Abort]"
+
+
 def encode(message: object) -> bytes:
     """A message as it travels: length, then pickle."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -127,24 +150,26 @@ def encode(message: object) -> bytes:
 
 
 class Channel:
-    """The engine's end of the socket.
+    """The engine's end of the socket, or one end of that between two ranks.
 
-    Args: connection: one socket of the pair; this object owns it from now on.
+    Args:
+        connection: one socket of the pair; this object owns it from now on.
+        peer: who is at the other end, for errors.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, peer: str = "the HTTP front") -> None:
         connection.setblocking(False)
-        self._socket = connection
+        self._socket, self._peer = connection, peer
         self._incoming, self._outgoing = bytearray(), bytearray()
 
     def send(self, *messages: object) -> None:
-        """Hands messages over without ever waiting for the reader. Raises BrokenPipeError when the front is gone."""
+        """Hands messages over without ever waiting for the reader. Raises BrokenPipeError when the peer is gone."""
         for message in messages:
             self._outgoing += encode(message)
         self._write()
 
     def receive(self, wait: bool) -> list[Any]:
-        """Messages that have come; with `wait`, at least one. Raises BrokenPipeError when the front is gone."""
+        """Messages that have come; with `wait`, at least one. Raises BrokenPipeError when the peer is gone."""
         while True:
             if self._outgoing:
                 self._write()
@@ -155,6 +180,11 @@ class Channel:
             messages = list(self._messages())
             if messages or not wait:
                 return messages
+
+    def receive_within(self, seconds: float) -> Any:
+        """One message, where only one can come; None when `seconds` are over. Raises BrokenPipeError."""
+        readable, _, _ = select.select([self._socket], [], [], max(0.0, seconds))
+        return self.receive(wait=True)[0] if readable else None
 
     def flush(self, seconds: float) -> None:
         """Waits until all is handed over, at most `seconds`; for the last words before the process ends."""
@@ -170,9 +200,9 @@ class Channel:
         except BlockingIOError:
             return
         except ConnectionError as error:
-            raise BrokenPipeError("the HTTP front closed the socket") from error
+            raise BrokenPipeError(f"{self._peer} closed the socket") from error
         if not data:
-            raise BrokenPipeError("the HTTP front closed the socket")
+            raise BrokenPipeError(f"{self._peer} closed the socket")
         self._incoming += data
 
     def _write(self) -> None:
@@ -182,7 +212,7 @@ class Channel:
         except BlockingIOError:
             pass
         except ConnectionError as error:
-            raise BrokenPipeError("the HTTP front closed the socket") from error
+            raise BrokenPipeError(f"{self._peer} closed the socket") from error
 
     def _messages(self) -> Iterator[Any]:
         while len(self._incoming) >= LENGTH.size:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.kernels.all_gather import all_gather
+from slipstream.kernels.all_reduce import all_reduce
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,6 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
     )
     proposer: Any = None
     if case.draft is not None and case.num_steps:
-        from pathlib import Path
-
         network = load_draft(
             Path(case.draft),
             getattr(torch, case.dtype),
@@ -151,3 +152,13 @@ def facts_of(parallel: TensorParallel, odd_rank: int) -> str:
     except Exception as error:
         return str(error)
     return ""
+
+
+def reduce(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All-reduce of each rank's own part."""
+    return all_reduce(parts[parallel.rank], parallel.group)
+
+
+def gather(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """All-gather of each rank's own part."""
+    return all_gather(parts[parallel.rank], [one.shape[-1] for one in parts], parallel.group)

@@ -189,6 +189,7 @@ SETTINGS = {
     "max_running_requests": 2,
     "block_size_tokens": 16,
     "prefill_chunk_tokens": 256,
+    "tensor_parallel_size": 1,
     "injections": [],
     "threads": 1,
 }
@@ -206,6 +207,7 @@ SETTINGS = {
         ("max_running_requests", 8, ""),
         ("block_size_tokens", 32, ""),
         ("prefill_chunk_tokens", 128, ""),
+        ("tensor_parallel_size", 2, ""),
         ("injections", ["F5:slot=2,kind=normed"], ""),
         ("threads", 2, ""),
     ],
@@ -237,6 +239,7 @@ def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
         "--block-size-tokens": "16",
         "--prefill-chunk-tokens": "256",
         "--dtype": "bfloat16",
+        "--tensor-parallel-size": "1",
         "--shutdown-timeout-seconds": "20.0",
         "--threads": "1",
         "--capture-slots": "1,3",

@@ -53,6 +53,15 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
     ("draft-shape", {"draft": {"norm_before_fc": True, "fc_norm": True}}, ("norm_before_fc = True", "at most one")),
     ("draft-shape", {"draft": {"draft_vocab_size": 1001}}, ("draft_vocab_size = 1001", "1000 tokens")),
     ("draft-shape", {"draft": {"num_heads": 5}}, ("draft.num_heads = 5", "5 heads over 2")),
+    (
+        "ranks",
+        {"server": {"tensor_parallel_size": 101}, "draft": {"draft_vocab_size": 100}},
+        (
+            "server.tensor_parallel_size = 101",
+            "100 rows in the draft's vocabulary",
+            "tensor_parallel_size: 100 or less",
+        ),
+    ),
     ("samples", {"data": {"temperatures": (0.0, 0.7, 0.0)}}, ("temperatures = ", "2 greedy answers")),
     (
         "unused-keys",
@@ -97,6 +106,19 @@ def test_too_few_training_steps_are_a_warning_with_its_reason(tmp_path: Path, le
     assert "training.num_steps = 2" in warning.found
     assert "steps 3 to 4" in warning.expected
     refuse(plan.findings)
+
+
+def test_what_more_ranks_than_heads_and_an_auto_k_mean_is_a_warning(tmp_path: Path, left_over: ModuleType) -> None:
+    world = left_over.World(tmp_path, {"server": {"tensor_parallel_size": 8}})
+    plan = world.plan()
+    assert plan.errors == ()
+    auto, heads = plan.findings
+    assert "tune measures rounds of one rank" in auto.expected
+    assert "server.tensor_parallel_size = 8" in heads.found
+    assert "but the target has 4 query heads" in heads.found
+    assert world.plan("server.tensor_parallel_size=4", "speculation.num_steps=2").findings == ()
+    one = world.plan("server.tensor_parallel_size=1").costs["launch"].memory_bytes
+    assert plan.costs["launch"].memory_bytes > one + 7 * (512 << 20)  # an interpreter with torch on each
 
 
 def test_a_wheel_without_a_pin(tmp_path: Path, left_over: ModuleType) -> None:

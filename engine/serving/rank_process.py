@@ -1,0 +1,77 @@
+"""The process of one of the ranks 1..n - 1: loads its part, then follows rank 0. Its last words go to rank 0."""
+
+import argparse
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.serving.engine_process import EXIT_FAILED, LAST_WORDS_SECONDS, die_with
+from slipstream.engine.serving.protocol import Channel, Connect, Failed, Here
+from slipstream.engine.serving.ranks import EXIT_PEER_LOST, follow
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry: `python -P -m ... --socket=FD --store=FD --parent=PID --rank=R OPTIONS_JSON`."""
+    parser = argparse.ArgumentParser(prog="slipstream-rank")
+    for name in ("socket", "store", "parent", "rank"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("options", type=json.loads)
+    told = parser.parse_args(arguments)
+    die_with(told.parent)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=told.socket), "rank 0")
+    code = 0
+    try:
+        run(channel, told.rank, told.store, EngineOptions.from_json(told.options))
+    except BrokenPipeError:
+        code = EXIT_FAILED  # rank 0 is gone, and has said why
+    except Exception as error:
+        code = _say_why(channel, error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: threads of the process group may still wait for a peer
+
+
+def run(channel: Channel, rank: int, store: int, options: EngineOptions) -> None:
+    """Loads this rank's part and works until rank 0 says stop."""
+    from slipstream.engine.rank_group import connect
+    from slipstream.engine.serving.engine_build import build_engine
+
+    channel.send(Here())
+    for message in channel.receive(wait=True):
+        if not isinstance(message, Connect):
+            return  # rank 0 stops before it began
+    parallel = connect(rank, options.tensor_parallel_size, store)
+    os.close(store)
+    engine, _ = build_engine(options, lambda _: None, parallel=parallel)
+    gc.collect()
+    gc.freeze()
+    follow(engine, channel)
+
+
+def _say_why(channel: Channel, error: Exception) -> int:
+    from slipstream.kernels.all_gather import PeerLost
+
+    if isinstance(error, PeerLost):
+        return EXIT_PEER_LOST
+    if not isinstance(error, SlipstreamError):
+        traceback.print_exc()
+    reason = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+    try:
+        channel.send(Failed(reason))
+        channel.flush(LAST_WORDS_SECONDS)
+    except BrokenPipeError:
+        print(reason, file=sys.stderr)
+    return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    main()
