@@ -8,6 +8,7 @@ import pytest
 
 CAUGHT = [
     ("F4", "plan", "top level = [1, 15, 28]: off by -1, expected [2, 16, 29]"),
+    ("F4", "plan", "the same ids, SGLang 0.5.14: slots (2, 30, 58); 0.5.12.post1: (3, 31, 59)"),
 ]
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -88,3 +89,61 @@ def test_the_fault_passes_with_the_check_off(tmp_path: Path, left_over: ModuleTy
     world = left_over.World(tmp_path)
     rewrite(world.draft(SLOTS), **ids)
     assert world.words(skip=("F4",)) == []
+
+
+# --- the engine that serves: one config.json means other slots to another version ---
+
+KIMI = {
+    "architectures": ["KimiK25ForConditionalGeneration"],
+    "text_config": {"num_hidden_layers": 61, "hidden_size": 7168},
+}
+
+
+def serving(tmp_path: Path, left_over: ModuleType, version: str, ids: list[int], trained: list[int]) -> ModuleType:
+    """A draft of another trainer for Kimi-K2.5, to be served by this version of SGLang."""
+    world = left_over.World(tmp_path)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"hidden_size": 7168, "eagle_config": {KEY: ids}}))
+    (world.target / "config.json").write_text(json.dumps(KIMI))
+    server = {"engine": "sglang", "engine_version": version}
+    world.write({"server": server, "draft": {"path": str(draft), "slots": trained}})
+    return world
+
+
+def found(world: ModuleType, skip: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    return [(f.fault, f.found) for f in world.plan(skip=skip).errors if f.check == "serving-slots"]
+
+
+@pytest.mark.parametrize(
+    ("version", "ids"),
+    [
+        ("0.5.12.post1", [1, 29, 57]),
+        ("0.5.14", [1, 29, 57]),  # the shifted list means the same to every version
+        ("0.5.14", [2, 30, 58]),
+        ("0.5.23", [2, 30, 58]),
+    ],
+)
+def test_ids_that_this_version_reads_as_trained(
+    tmp_path: Path, left_over: ModuleType, version: str, ids: list[int]
+) -> None:
+    assert found(serving(tmp_path, left_over, version, ids, [2, 30, 58])) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "ids", "trained", "gives"),
+    [
+        ("0.5.12.post1", [2, 30, 58], [2, 30, 58], "(3, 31, 59)"),  # lost about 0.1 of accept length
+        ("0.5.14", [2, 30, 58], [3, 31, 59], "(2, 30, 58)"),  # trained on what an old release dumped
+        ("0.5.12.post1", [0, 3, 31], [0, 3, 31], "(1, 4, 32)"),  # the embedding silently becomes slot 1
+    ],
+)
+def test_ids_that_it_reads_otherwise(
+    tmp_path: Path, left_over: ModuleType, version: str, ids: list[int], trained: list[int], gives: str
+) -> None:
+    world = serving(tmp_path, left_over, version, ids, trained)
+    ((fault, words),) = found(world)
+    assert fault == "F4"
+    assert f"capture by sglang {version} (kimi_k25 target) would give slots {gives}" in words
+    assert "no check of shapes can tell them apart" in words
+    assert found(world, skip=("serving-slots",)) == []  # and nothing else sees it

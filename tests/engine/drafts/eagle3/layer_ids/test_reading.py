@@ -1,13 +1,10 @@
 """Layer ids: the table against the fact sheets, row by row and by hand, and against a twin of the engines' loops."""
 
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.engine.drafts.eagle3.layer_ids import (
-    CONVENTIONS,
     Engine,
     Family,
     Runner,
@@ -251,91 +248,6 @@ def test_default_runners(architecture, runner):
     assert default_runner(architecture) is runner
 
 
-# --- against a twin of the engines' loops ---
-
-
-class Overwritten(list[int]):
-    """A state that is a buffer: `[slot]`, and later layers add into it."""
-
-
-def forward(points: Sequence[int], layers: int, style: str) -> list[int]:
-    """The slots that come out of a forward pass which captures at `points`, as the engines' models are written.
-
-    Args:
-        points: what the model keeps of the config's ids.
-        style: add (hidden + residual on entering a layer), plain (the same, but the bare hidden state without a
-            residual), copy (a copy after the layer's first norm), flag (the same, flagged on the layer itself), edges
-            (before the first and behind each layer), edges-copy (the same, copied).
-    """
-    hidden, residual = Overwritten([0]), None
-    flagged = set()
-    if style == "flag":
-        for point in points:
-            flagged.add(range(layers)[point])  # a layer's attribute is set: an index beyond the last one raises
-    out: list[list[int]] = []
-    if style.startswith("edges") and 0 in points:
-        out.append(list(hidden) if style == "edges-copy" else hidden)
-    for i in range(layers):
-        if style == "add" and i in points:
-            if residual is None:
-                raise TypeError("hidden + None")
-            out.append([hidden[0]])
-        elif style == "plain" and i in points:
-            out.append(hidden if residual is None else [hidden[0]])
-        elif (style == "copy" and i in points) or (style == "flag" and i in flagged):
-            out.append([hidden[0]])
-        if residual is None:
-            residual = hidden  # from here on the buffer is the residual stream
-        residual[0] = i + 1
-        hidden = residual
-        if style.startswith("edges") and i + 1 in points:
-            out.append([i + 1])
-    return [state[0] for state in out]
-
-
-# How the model files are written, by version. Read in the wheels, not derived from our table.
-LOOPS = [
-    (LLAMA, ALL[:10], "add", "plus"),
-    (LLAMA, ALL[10:], "copy", "plus"),
-    (QWEN2, ALL[:9], "plain", "plus"),
-    (QWEN3, ALL[:9], "plain", "plus"),
-    (QWEN2, ALL[9:], "copy", "plus"),
-    (QWEN3, ALL[9:], "copy", "plus"),
-    (QWEN3_MOE, ALL, "flag", "plus"),
-    (GPT_OSS, ALL[:7], "add", "plus"),
-    (GPT_OSS, ALL[7:9], "edges", "unless-n"),
-    (GPT_OSS, ALL[9:], "edges-copy", "unless-n"),
-    (DEEPSEEK, UP_TO_0512, "add", "plus"),
-    (DEEPSEEK, ("0.5.13.post1",), "add", "first"),
-    (DEEPSEEK, SINCE_0514, "copy", "first"),
-]
-
-
-def kept(ids: Sequence[int], layers: int, how: str) -> list[int]:
-    if how == "plus" or (how == "first" and ids[0] == 1) or (how == "unless-n" and max(ids) != layers):
-        return [i + 1 for i in ids]
-    return list(ids)
-
-
-@given(data=st.data())
-def test_as_the_models_are_written(data):
-    family, versions, style, how = data.draw(st.sampled_from(LOOPS))
-    version = data.draw(st.sampled_from(versions))
-    layers = data.draw(st.integers(6, 12))
-    ids = data.draw(st.lists(st.integers(-1, layers), min_size=1, max_size=4))
-    captured = reading(SGLANG, version, family).capture(None, ids, layers)
-    try:
-        came_out = forward(kept(ids, layers, how), layers, style)
-    except (TypeError, IndexError):
-        assert captured.problems
-        return
-    if captured.problems:  # too few states, or an overwritten one: never what was named, one by one
-        assert came_out != sorted(reading(SGLANG, version, family).slots(ids, layers))
-    else:
-        assert tuple(came_out) == captured.slots
-        assert len(came_out) == len(ids)
-
-
 SLOTS = st.lists(st.integers(0, 20), min_size=1, max_size=5, unique=True).map(lambda s: tuple(sorted(s)))
 READINGS = [
     (engine, version, family)
@@ -362,16 +274,6 @@ def test_there_and_back(which, slots):
     assert (captured.slots, captured.problems) == (slots, ())
 
 
-@given(name=st.sampled_from(sorted(CONVENTIONS)), slots=SLOTS)
-def test_conventions_there_and_back(name, slots):
-    convention = CONVENTIONS[name]
-    try:
-        ids = convention.ids(slots, 20)
-    except SlipstreamError:
-        return
-    assert convention.slots(ids, 20) == slots
-
-
 def test_slots_out_of_layer_order_are_refused():
     with pytest.raises(SlipstreamError, match="not in rising order") as caught:
         reading(VLLM, "0.24.0", LLAMA).ids((31, 3, 59), 61)
@@ -383,55 +285,6 @@ def test_a_first_slot_1_cannot_be_told():
         reading(SGLANG, "0.5.14", DEEPSEEK).ids((1, 30, 58), 61)
     assert caught.value.fault == "F4"
     assert "SGLang 0.5.11 to 0.5.12.post1 with eagle_config ids [0, 29, 57]" in caught.value.do
-
-
-# --- trainers and libraries (n = 61, Kimi-K2): all rows name the same three tensors ---
-
-
-@pytest.mark.parametrize(
-    ("name", "ids"),
-    [
-        ("slipstream", (2, 30, 58)),
-        ("eagle", (2, 30, 58)),
-        ("huggingface", (2, 30, 58)),
-        ("specforge", (1, 29, 57)),
-        ("vllm", (2, 30, 58)),
-        ("vllm-dflash", (1, 29, 57)),
-        ("speculators", (2, 30, 58, 61)),
-        ("modelopt", (1, 29, 57)),
-    ],
-)
-def test_the_same_three_tensors(name, ids):
-    assert CONVENTIONS[name].slots(ids, 61) == (2, 30, 58)
-    assert CONVENTIONS[name].ids((2, 30, 58), 61) == ids
-
-
-def test_modelopt_through_vllm_is_off_by_one():
-    """Its offline dumper hands its own numbers to vLLM as they are."""
-    assert CONVENTIONS["modelopt-vllm-dump"].slots((1, 29, 57), 61) == (1, 29, 57)
-    assert [c.name for c in CONVENTIONS.values() if not c.verified] == ["modelopt-vllm-dump"]
-
-
-def test_transformers_last_state_is_normed():
-    with pytest.raises(SlipstreamError, match="no number for slots") as caught:
-        CONVENTIONS["huggingface"].ids((2, 30, 61), 61)
-    assert "after the final norm" in caught.value.expected
-    assert CONVENTIONS["vllm"].ids((2, 30, 61), 61) == (2, 30, 61)
-
-
-def test_speculators_without_the_teacher():
-    """The last feature would be taken for the teacher."""
-    with pytest.raises(SlipstreamError, match="do not end with 61"):
-        CONVENTIONS["speculators"].slots((2, 30, 58), 61)
-
-
-@pytest.mark.parametrize("name", ["specforge", "modelopt"])
-def test_trainers_that_number_outputs_have_no_number_for_the_embedding(name):
-    with pytest.raises(SlipstreamError, match="no number for slots") as caught:
-        CONVENTIONS[name].ids((0, 3, 31), 61)
-    assert "embedding" in caught.value.expected
-    with pytest.raises(SlipstreamError):
-        CONVENTIONS[name].slots((-1, 2, 30), 61)  # launch 3's ids
 
 
 def test_families():
