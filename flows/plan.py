@@ -315,8 +315,13 @@ def room(plan: Plan) -> list[Room]:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values, for programs."""
+    told = meanings(plan) if plan.other_engine else {}
     return {
-        "values": [{"key": v.key, "value": _json(v.value), "origin": v.origin} for v in values(plan)],
+        "values": [
+            {"key": v.key, "value": _json(v.value), "origin": v.origin}
+            | ({"meaning": told[v.key]} if v.key in told else {})
+            for v in values(plan)
+        ],
         "derived": [{"name": d.name, "value": d.value, "how": d.how} for d in derived_values(plan)],
         "stages": [
             {

@@ -12,7 +12,8 @@ from slipstream.tasks.other_engines.sglang_effects import ROW_CHECKS
 def show(plan: Plan, console: Console) -> None:
     """Prints the whole plan: values, derived values, stages, room, and at the end what is wrong."""
     if plan.other_engine:
-        tables = [_launch_values(plan), _derived(plan), _effects(plan)]
+        wide = console.width >= WIDE
+        tables = [_launch_values(plan, wide), _derived(plan), _effects(plan, wide)]
     else:
         tables = [_values(plan), _derived(plan), _stages(plan), _room(plan)]
     for table in tables:
@@ -71,38 +72,47 @@ def _shown(value: object) -> str:
     return "null" if value is None else str(list(value) if isinstance(value, tuple) else value)
 
 
-def _launch_values(plan: Plan) -> Table:
+WIDE = 140  # columns from which five columns of words can be read side by side
+
+
+def _launch_values(plan: Plan, wide: bool) -> Table:
     """What is on the launch line of another engine; a key that nobody wrote is not on it."""
     title = f"Asked of {plan.other_engine} (a key that is not here is not on its launch line)"
-    table, meaning = _table(title, "key", "value", "from", "meaning"), meanings(plan)
+    columns, meaning = ["key", "value", "from"], meanings(plan)
+    table = _table(title, *columns, *(["meaning"] if wide else []))
     for value in values(plan):
         if value.key in meaning:
-            table.add_row(
-                value.key,
-                Text(_shown(value.value), overflow="fold"),
-                Text(value.origin, overflow="fold"),
-                Text(meaning[value.key], "dim"),
-            )
+            cells = [value.key, Text(_shown(value.value), overflow="fold"), Text(value.origin, overflow="fold")]
+            table.add_row(*cells, *([Text(meaning[value.key], "dim")] if wide else []))
+    if not wide:
+        table.caption = f"`slipstream import`, --json and a terminal of {WIDE} columns tell what each means"
+        table.caption_justify = "left"
     return table
 
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": ""}
 
 
-def _effects(plan: Plan) -> Table:
-    """Asked and effective side by side."""
+def _effects(plan: Plan, wide: bool) -> Table:
+    """Asked and effective: side by side where there is room, else one below the other."""
     version = plan.loaded.deployment.server.engine_version or "of an unknown version"
     columns = ("row", "asked", "effective", "visible", "so that nothing changes")
-    table = _table(f"What {plan.other_engine} {version} makes of it", *columns)
+    title = f"What {plan.other_engine} {version} makes of it (red: changed or broken, yellow: chosen or uncertain)"
+    table = _table(title, *(columns if wide else ("row", "", "")))
     for effect in plan.effects:
+        colour = _COLOURS[effect.severity]
         only = f"in {effect.where}: " if effect.where else ""
-        table.add_row(
-            Text(effect.row, _COLOURS[effect.severity]),
-            Text(effect.asked, overflow="fold"),
-            Text(only + effect.effective, _COLOURS[effect.severity], overflow="fold"),
-            Text(effect.visible, overflow="fold"),
-            Text("; or ".join(effect.ways), overflow="fold"),
-        )
+        words = (effect.asked, only + effect.effective, effect.visible, "; or ".join(effect.ways))
+        cells = [Text(text, colour if n == 1 else "", overflow="fold") for n, text in enumerate(words)]
+        if wide:
+            table.add_row(Text(effect.row, colour), *cells)
+        else:
+            for number, (name, cell) in enumerate(zip(columns[1:], cells, strict=True)):
+                table.add_row(
+                    Text("" if number else effect.row, colour),
+                    Text("write" if name == columns[-1] else name, "dim"),
+                    cell,
+                )
         table.add_section()
     return table
 

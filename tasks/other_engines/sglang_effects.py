@@ -69,7 +69,7 @@ def _unused(facts: Facts) -> Iterator[Finding]:
         sections: tuple[str, ...] = ("server", "speculation", "draft")
         kept = {"server.engine", "server.engine_version", "draft.slots", "draft.max_context_tokens", "draft.method"}
     else:
-        sections, kept = ("sglang",), set()
+        sections, kept = ("sglang", "nccl"), set()
     keys = [f"{section}.{field}" for section in sections for field in getattr(deployment, section).model_fields_set]
     unused = sorted(
         key

@@ -183,24 +183,18 @@ def _no_draft(launch: Launch) -> Iterator[Effect]:
                 "20", launch.say(DRAFT), "as asked", "a harmless WARNING: MTP does not require a draft path", (), "note"
             )
         return
-    if launch.algorithm == "EAGLE3":
-        what = "the target's path becomes the draft's: the target is loaded twice" if deepseek else f"{CRASH}: no draft"
-        if launch.target is None:
-            what = (
-                "for a DeepSeek-V3 target (Kimi-K2, too) the target is loaded a second time as the draft, else " + CRASH
-            )
-        yield Effect("19", launch.say(ALGORITHM, DRAFT), what, "nothing says so", (pin(DRAFT, "DIRECTORY"),))
-    elif deepseek:
-        yield Effect(
-            "19",
-            launch.say(ALGORITHM, DRAFT),
-            "the target's path becomes the draft's: its own MTP layer drafts",
-            "nothing says so",
-            (pin(DRAFT, launch.get("target.source")),),
-            "warning",
-        )
-    elif launch.algorithm == "STANDALONE" or launch.target is not None:
-        yield Effect("19", launch.say(ALGORITHM, DRAFT), f"{CRASH}: no draft", "an error", (pin(DRAFT, "DIRECTORY"),))
+    kind, unknown = launch.algorithm, launch.target is None
+    own = "its own MTP layer drafts" if kind == "EAGLE" else "the target is loaded twice"
+    if deepseek and kind != "STANDALONE":
+        what = f"the target's path becomes the draft's: {own}"
+    elif unknown and kind != "STANDALONE":
+        what = f"for a DeepSeek-V3 target (Kimi-K2, too) its path becomes the draft's: {own}; for others {CRASH}"
+    else:
+        what = f"{CRASH}: no draft"
+    mtp = kind == "EAGLE" and (deepseek or unknown)
+    ways = (pin(DRAFT, launch.get("target.source") if mtp and deepseek else "DIRECTORY"),)
+    said = launch.say(ALGORITHM, DRAFT)
+    yield Effect("19", said, what, "nothing says so", ways, "warning" if mtp else "error")
 
 
 def _data_parallel(launch: Launch) -> Iterator[Effect]:

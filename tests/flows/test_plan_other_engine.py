@@ -30,8 +30,8 @@ def incident(number: int, *overrides: str) -> Plan:
     return make_plan(CONFIGS / f"incident-{number}.yaml", overrides, environ={})
 
 
-def text_of(plan: Plan) -> str:
-    console = Console(file=StringIO(), width=1000)
+def text_of(plan: Plan, width: int = 1000) -> str:
+    console = Console(file=StringIO(), width=width)
     show(plan, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -76,6 +76,18 @@ def test_the_plan_shows_what_was_asked_beside_what_is_served() -> None:
     assert "--speculative-num-draft-tokens: rows that the target scores a round" in text
 
 
+def test_a_narrow_terminal_shows_the_same_one_below_the_other() -> None:
+    lines = [" ".join(line.split()) for line in text_of(incident(1), 100).splitlines()]
+    asked = next(n for n, line in enumerate(lines) if line.startswith("1 asked verify width 16 contradicts"))
+    below = [line.split()[0] for line in lines[asked + 1 : asked + 20] if line]
+    assert [word for word in below if word in ("effective", "visible", "write")][:3] == [
+        "effective",
+        "visible",
+        "write",
+    ]
+    assert "--speculative-num-draft-tokens: rows that the target scores" not in "\n".join(lines)
+
+
 def test_a_warning_of_the_table_is_not_printed_twice() -> None:
     text = text_of(incident(2))
     assert text.count("48, because of speculation") == 1
@@ -112,6 +124,8 @@ def test_for_programs() -> None:
     (width,) = [effect for effect in made["effects"] if effect["row"] == "1"]
     assert width["severity"] == "error"
     assert made["stages"] == made["room"] == []
+    (topk,) = [value for value in made["values"] if value["key"] == "speculation.topk"]
+    assert topk["meaning"].startswith("--speculative-eagle-topk: branches of a draft step")
 
 
 def test_keys_that_the_other_engine_does_not_have_are_told(tmp_path: Path, left_over: ModuleType) -> None:

@@ -63,6 +63,7 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
         ),
     ),
     ("samples", {"data": {"temperatures": (0.0, 0.7, 0.0)}}, ("temperatures = ", "2 greedy answers")),
+    ("unused-keys", {"nccl": {"algo": "Ring"}}, ("nccl.algo = Ring", "server.engine = slipstream")),
     (
         "unused-keys",
         {"sglang": {"page_size_tokens": 64}},

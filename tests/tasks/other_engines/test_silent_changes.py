@@ -223,7 +223,10 @@ CASES = [
     # 19, 20: draft path
     Case("19", ALL, NO_DRAFT, "error", "the target is loaded twice", "deepseek"),
     Case("19", ALL, NO_DRAFT, "error", "the start fails", "llama"),
-    Case("19", ALL, NO_DRAFT, "error", "loaded a second time", None),
+    Case("19", ALL, NO_DRAFT, "error", "the target is loaded twice; for others the start fails", None),
+    Case("19", ALL, {**NO_DRAFT, **s(speculative_algorithm="EAGLE")}, "warning", "MTP layer drafts; for others", None),
+    Case("19", ALL, {**NO_DRAFT, **s(speculative_algorithm="EAGLE")}, "error", "no draft", "llama"),
+    Case("19", ALL, {**NO_DRAFT, **s(speculative_algorithm="STANDALONE")}, "error", "no draft", "qwen"),
     Case("19", ALL, {**NO_DRAFT, **s(speculative_algorithm="EAGLE")}, "warning", "its own MTP layer", "deepseek"),
     Case("19", ALL, {**NO_DRAFT, **s(speculative_algorithm="NEXTN")}, "warning", "its own MTP layer", "deepseek"),
     Case("19", ALL, {}, None, "", "deepseek"),
