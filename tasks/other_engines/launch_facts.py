@@ -101,6 +101,16 @@ def asked(facts: Facts, key: str) -> Any:
     return None if value == "auto" else value
 
 
+def auto_choice(launch: Launch) -> tuple[int, int, int] | None:
+    """(steps, topk, tokens) that SGLang chooses for a target; None while the target is unknown."""
+    if launch.algorithm == "STANDALONE":
+        return (3, 1, 4)
+    if launch.target is None:
+        return None
+    trees = ("LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM")
+    return (5, 4, 8) if launch.target.architecture in trees else (3, 1, 4)
+
+
 def pin(key: str, value: object) -> str:
     """`write speculation.verify_width: 2 (--speculative-num-draft-tokens 2)`."""
     flag = flag_of(key)

@@ -14,6 +14,7 @@ from slipstream.tasks.other_engines.launch_facts import (
     TOPK,
     WIDTH,
     Launch,
+    auto_choice,
     leave_out,
     pin,
 )
@@ -23,7 +24,8 @@ def _adaptive_problem(launch: Launch) -> tuple[str, ...]:
     """Keys that keep adaptive steps off; empty when nothing does."""
     if launch.algorithm not in ("EAGLE", "EAGLE3"):
         return (ALGORITHM,)
-    found = [TOPK] if launch.get(TOPK) not in (None, 1) else []
+    topk = topk_in_force(launch) if launch.before("0.5.14") else launch.get(TOPK)  # then it is chosen before this
+    found = [TOPK] if topk not in (None, 1) else []
     if launch.before("0.5.12") and not launch.on("sglang.disable_overlap_schedule"):
         found.append("sglang.disable_overlap_schedule")  # only the old worker knew adaptive steps
     switches = ("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux", "enable_multi_layer_eagle")
@@ -33,6 +35,15 @@ def _adaptive_problem(launch: Launch) -> tuple[str, ...]:
 def adaptive_works(launch: Launch) -> bool:
     """Whether adaptive steps decide steps, topk and tokens. Before 0.5.14 they are chosen as without them."""
     return launch.on(ADAPTIVE) and not launch.before("0.5.14") and not _adaptive_problem(launch)
+
+
+def topk_in_force(launch: Launch) -> int | None:
+    """topk as asked, or as chosen where neither steps nor topk nor tokens were; None while it is not known."""
+    topk = launch.get(TOPK)
+    if topk is not None or launch.get(STEPS) is not None or launch.get(WIDTH) is not None:
+        return None if topk is None else int(topk)
+    chosen = (0, 1, 0) if adaptive_works(launch) else auto_choice(launch)
+    return None if chosen is None else chosen[1]
 
 
 def _candidates(launch: Launch) -> tuple[int, ...]:
@@ -91,7 +102,11 @@ def _adaptive_choices(launch: Launch, middle: int | None) -> Iterator[Effect]:
     if launch.get(TOPK) is None:
         yield Effect("24", launch.say(ADAPTIVE, TOPK), "topk 1", "nothing says so", (pin(TOPK, 1),), "warning")
     first_steps = middle if steps is None else steps
-    if width is not None and (first_steps is None or width != first_steps + 1):
+    if width is None:
+        tokens = "steps + 1" if first_steps is None else first_steps + 1
+        said, ways = launch.say(ADAPTIVE, WIDTH), (pin(WIDTH, "K + 1" if first_steps is None else tokens),)
+        yield Effect("24", said, f"verify width {tokens}, changing with the steps", "nothing says so", ways, "warning")
+    elif first_steps is None or width != first_steps + 1:
         yield Effect(
             "24",
             launch.say(ADAPTIVE, STEPS, WIDTH),

@@ -18,6 +18,7 @@ from slipstream.tasks.other_engines.launch_facts import (
     leave_out,
     pin,
 )
+from slipstream.tasks.other_engines.sglang_adaptive import topk_in_force
 from slipstream.tasks.other_engines.sglang_flags import FLAGS
 
 RUNNING, FRACTION, CONTEXT = "server.max_running_requests", "sglang.mem_fraction_static", "server.max_context_tokens"
@@ -154,8 +155,8 @@ def _overlap(launch: Launch) -> Iterator[Effect]:
             yield Effect(
                 "11",
                 launch.say(SPEC_V2),
-                f"nothing reads this variable in {launch.version}: the v2 worker serves",
-                "nothing says so",
+                "no effect: this variable is gone, the v2 worker serves",
+                "WARNING" if launch.before("0.5.23") else "nothing says so",
                 (leave_out(SPEC_V2) + ("" if v2 else f" and {pin(OVERLAP, True)}"),),
                 "warning" if v2 else "error",
             )
@@ -167,7 +168,7 @@ def _backends(launch: Launch, *keys: str) -> dict[str, str]:
 
 def _tree_attention(launch: Launch) -> Iterator[Effect]:
     """Rows 12 and 13."""
-    topk, page = launch.get(TOPK), launch.get(PAGE)
+    topk, page = topk_in_force(launch), launch.get(PAGE)
     if not launch.eagle or topk is None or topk == 1:
         return
     for key, name in _backends(launch, ATTENTION, PREFILL, DECODE).items():

@@ -17,10 +17,11 @@ from slipstream.tasks.other_engines.launch_facts import (
     TOPK,
     WIDTH,
     Launch,
+    auto_choice,
     leave_out,
     pin,
 )
-from slipstream.tasks.other_engines.sglang_adaptive import adaptive, adaptive_works
+from slipstream.tasks.other_engines.sglang_adaptive import adaptive, adaptive_works, topk_in_force
 
 REJECTION, WINDOW = "sglang.speculative_use_rejection_sampling", "sglang.speculative_draft_window_tokens"
 
@@ -77,21 +78,8 @@ def _steps_unset(launch: Launch) -> Iterator[Effect]:
     )
 
 
-def _auto(launch: Launch) -> tuple[int, int, int] | None:
-    """(steps, topk, tokens) as chosen for a target; None while the target is unknown."""
-    if launch.algorithm == "STANDALONE":
-        return (3, 1, 4)
-    if launch.target is None:
-        return None
-    return (
-        (5, 4, 8)
-        if launch.target.architecture in ("LlamaForCausalLM", "Grok1ForCausalLM", "Grok1VForCausalLM")
-        else (3, 1, 4)
-    )
-
-
 def _auto_words(launch: Launch) -> str:
-    chosen = _auto(launch)
+    chosen = auto_choice(launch)
     if chosen is None:
         return (
             "steps 5, topk 4, tokens 8 for a Llama or Grok target, 3, 1, 4 for any other; the target is not known here"
@@ -100,7 +88,7 @@ def _auto_words(launch: Launch) -> str:
 
 
 def _pin_auto(launch: Launch) -> tuple[str, ...]:
-    steps, topk, tokens = _auto(launch) or (3, 1, 4)
+    steps, topk, tokens = auto_choice(launch) or (3, 1, 4)
     return (f"{pin(STEPS, steps)}, {pin(TOPK, topk)} and {pin(WIDTH, tokens)}",)
 
 
@@ -260,7 +248,7 @@ def _rejection(launch: Launch) -> Iterator[Effect]:
     if launch.algorithm not in ("EAGLE", "EAGLE3"):
         yield Effect("25", launch.say(key, ALGORITHM), CRASH, "an error", (leave_out(key), pin(ALGORITHM, "EAGLE3")))
         return
-    if launch.get(TOPK) not in (None, 1):
+    if topk_in_force(launch) not in (None, 1):
         yield Effect("25", launch.say(key, TOPK), f"{CRASH}: chains only", "ValueError", (leave_out(key), pin(TOPK, 1)))
     for name in ("sglang.speculative_accept_threshold_single", "sglang.speculative_accept_threshold_acc"):
         if launch.get(name) not in (None, 1.0):
@@ -293,7 +281,7 @@ def _window(launch: Launch) -> Iterator[Effect]:
     """Row 26, and the MLA draft that ignores the window."""
     if launch.get(WINDOW) is None:
         return
-    if launch.algorithm not in ("EAGLE", "EAGLE3", "DFLASH"):
+    if launch.algorithm not in (*(() if launch.before("0.5.23") else ("EAGLE",)), "EAGLE3", "DFLASH"):
         yield Effect("26", launch.say(WINDOW, ALGORITHM), "no effect", "WARNING", (leave_out(WINDOW),))
     elif launch.draft is not None and launch.draft.architecture == EAGLE3_MLA:
         yield Effect(
