@@ -82,7 +82,11 @@ def _launch_values(plan: Plan, wide: bool) -> Table:
     table = _table(title, *columns, *(["meaning"] if wide else []))
     for value in values(plan):
         if value.key in meaning:
-            cells = [value.key, Text(_shown(value.value), overflow="fold"), Text(value.origin, overflow="fold")]
+            cells: list[str | Text] = [
+                value.key,
+                Text(_shown(value.value), overflow="fold"),
+                Text(value.origin, overflow="fold"),
+            ]
             table.add_row(*cells, *([Text(meaning[value.key], "dim")] if wide else []))
     if not wide:
         table.caption = f"`slipstream import`, --json and a terminal of {WIDE} columns tell what each means"

@@ -94,7 +94,14 @@ CASES = [
     Case("1", ALL, spec(5, 1, 5), "error", "verify width 6"),
     Case("1", ALL, spec(3, 1, UNSET), "warning", "verify width 4"),
     Case("1", ALL, spec(3, 4, 16), None),
+    Case("1", ALL, spec(1, 1, 16) | s(speculative_algorithm="NGRAM"), None),
+    Case("1", ALL, spec(1, 1, 16) | s(speculative_algorithm="EAGLE"), "error", "verify width 2", "llama", "eagle1"),
+    Case("1", ALL, spec(1, 1, 16) | s(speculative_algorithm="STANDALONE"), "error", "verify width 2"),
+    Case("1", FROM_14, spec(3, 1, 16) | s(speculative_adaptive=True), None),  # 24 tells
+    Case("1", ALL[3:5], spec(3, 1, 16) | s(speculative_adaptive=True), "error", "verify width 4"),
     # 2: steps unset
+    Case("2", ALL, spec(UNSET, UNSET, 16) | s(speculative_algorithm="NGRAM"), None),
+    Case("2", FROM_14, spec(UNSET, 1, UNSET) | s(speculative_adaptive=True), None),
     Case("2", ALL, spec(UNSET, UNSET, 16), "error", "the start fails"),
     Case("2", ALL, spec(UNSET, 1, 16), "error", "the start fails"),
     Case("2", ALL, spec(UNSET, 1, UNSET), "error", "the start fails"),
@@ -110,6 +117,9 @@ CASES = [
     Case("3", ALL, spec(1, UNSET, 16), "error", "the start fails"),
     Case("3", ALL, spec(3, UNSET, UNSET), "error", "the start fails"),
     Case("3", ALL, spec(3, 1, 4), None),
+    Case("3", ALL, spec(3, UNSET, 4) | s(speculative_algorithm="NGRAM"), None),
+    Case("3", FROM_14, spec(3, UNSET, UNSET) | s(speculative_adaptive=True), None),
+    Case("3", ALL[3:5], spec(3, UNSET, UNSET) | s(speculative_adaptive=True), "error", "the start fails"),
     # 1a: trees; tokens - 1 within topk + (steps - 1) x topk^2
     Case("1a", ALL, spec(2, 2, 7), None),
     Case("1a", ALL, spec(2, 2, 8), "error", "= 6 candidates"),
