@@ -10,6 +10,7 @@ import psutil
 
 from slipstream.configs.load import Loaded, known_fields, load
 from slipstream.engine.capture import slot_name
+from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import derived
 from slipstream.tasks.checks import Facts, Finding, find, gather
@@ -67,7 +68,7 @@ class Plan:
     def other_engine(self) -> str:
         """Name of the engine that serves, when it is not our own; else ""."""
         engine = self.loaded.deployment.server.engine
-        return "" if engine == "slipstream" else engine
+        return "" if engine == "slipstream" else Engine(engine).label
 
     @property
     def errors(self) -> tuple[Finding, ...]:

@@ -68,7 +68,7 @@ def test_a_release_narrows_what_is_told() -> None:
 
 def test_the_plan_shows_what_was_asked_beside_what_is_served() -> None:
     text = text_of(incident(1))
-    for words in ("Asked of sglang", "What sglang nightly makes of it", "so that nothing changes", "verify width 2"):
+    for words in ("Asked of SGLang", "What SGLang nightly makes of it", "so that nothing changes", "verify width 2"):
         assert words in text
     assert "it does not launch it" in text
     assert "Stages" not in text
