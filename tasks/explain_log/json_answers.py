@@ -1,6 +1,7 @@
 """JSON of a server: answers with `meta_info`, SGLang's /server_info, our own /slipstream/settings; one or many."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,14 +21,20 @@ def sections(texts: Iterator[bytes]) -> list[Section]:
     """Sections of a file of JSON, or of JSON lines. [] when nothing in it is known."""
     requests = Section("sglang", "meta_info")
     found: list[Section] = []
+    damaged: list[Mapping[str, Any]] = []
     for value in _values(texts):
         for item in _dicts(value):
-            if isinstance(item.get("spec_verify_ct"), int):
-                _add_request(item, requests)
-            elif "internal_states" in item:
-                found.append(_server_info(item))
-            elif isinstance(item.get("stats"), dict) and "acceptance" in item["stats"]:
-                found += _own(item)
+            try:
+                if "spec_verify_ct" in item:
+                    _add_request(item, requests)
+                elif "internal_states" in item:
+                    found.append(_server_info(item))
+                else:
+                    found += _own(item)
+            except (TypeError, ValueError, KeyError, AttributeError, OverflowError):
+                damaged.append(item)
+    for section in (*found, requests) if damaged else ():
+        section.note(f"{len(damaged)} entries whose values are of another kind are left out")
     return [*found, requests] if requests.has_figures or requests.refused else found
 
 
@@ -55,7 +62,9 @@ def _values(texts: Iterator[bytes]) -> Iterator[Any]:
 def _dicts(value: Any, depth: int = 6) -> Iterator[Mapping[str, Any]]:
     """The outermost dicts that hold figures, found to some depth."""
     if isinstance(value, dict):
-        if value.keys() & {"spec_verify_ct", "internal_states"} or "acceptance" in (value.get("stats") or {}):
+        stats = value.get("stats")
+        own = isinstance(stats, dict) and "acceptance" in stats
+        if own or value.keys() & {"spec_verify_ct", "internal_states"}:
             yield value
         elif depth:
             for inner in value.values():
@@ -67,7 +76,7 @@ def _dicts(value: Any, depth: int = 6) -> Iterator[Mapping[str, Any]]:
 
 def _add_request(info: Mapping[str, Any], section: Section) -> None:
     """One request's figures. Requests add up: all are counts."""
-    verifies = int(info["spec_verify_ct"])
+    verifies = _count(info["spec_verify_ct"])
     keys = next((keys for keys in REQUEST_KEYS if keys.accepted in info), None)
     keys = keys or next((keys for keys in REQUEST_KEYS if keys.histogram in info), None)
     if not verifies:
@@ -80,21 +89,22 @@ def _add_request(info: Mapping[str, Any], section: Section) -> None:
         return
     if "spec_accept_length" in info:
         section.refuse(FIRST_TOKEN)
+    histogram = [_count(n) for n in info.get(keys.histogram) or ()]
+    accepted = None if info.get(keys.accepted) is None else _count(info[keys.accepted])
+    proposed = _count(info.get(keys.proposed) or 0)
     _set_version(section, keys)
-    histogram = info.get(keys.histogram)
-    accepted = info.get(keys.accepted)
     if histogram and sum(histogram) == verifies:
-        counted = Positions.of_histogram([int(n) for n in histogram])
+        counted = Positions.of_histogram(histogram)
         section.positions = section.positions or Positions()
         section.positions.add(counted.rounds, counted.hits)
-        accepted = counted.accepted if accepted is None else accepted
+        accepted = int(counted.accepted) if accepted is None else accepted
     elif histogram:
         section.refuse("a histogram whose sum is not spec_verify_ct: no A_k from it")
     if accepted is None:
         return
     section.rounds = (section.rounds or 0.0) + verifies
     section.accepted = (section.accepted or 0.0) + float(accepted)
-    _set_width(section, info.get(keys.proposed), verifies)
+    _set_width(section, proposed, verifies)
 
 
 def _set_version(section: Section, keys: RequestKeys) -> None:
@@ -102,7 +112,18 @@ def _set_version(section: Section, keys: RequestKeys) -> None:
     section.note("the round that ends a request is counted; tokens after its end are not")
 
 
-def _set_width(section: Section, proposed: Any, verifies: int) -> None:
+def _count(value: Any) -> int:
+    """A count. Raises ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _optional_count(value: Any) -> int | None:
+    return None if value is None else _count(value)
+
+
+def _set_width(section: Section, proposed: int, verifies: int) -> None:
     if not proposed:
         return
     section.proposed = (section.proposed or 0.0) + float(proposed)
@@ -118,9 +139,9 @@ def _server_info(info: Mapping[str, Any]) -> Section:
     version = info.get("version")
     section.version, section.version_from = (str(version), "/server_info") if version else (None, "")
     section.effective = Settings(
-        num_steps=info.get("speculative_num_steps"),
-        verify_width=info.get("speculative_num_draft_tokens"),
-        topk=info.get("speculative_eagle_topk"),
+        num_steps=_optional_count(info.get("speculative_num_steps")),
+        verify_width=_optional_count(info.get("speculative_num_draft_tokens")),
+        topk=_optional_count(info.get("speculative_eagle_topk")),
         algorithm=info.get("speculative_algorithm"),
         adaptive=bool(info.get("speculative_adaptive")),
         where="/server_info",
@@ -128,8 +149,9 @@ def _server_info(info: Mapping[str, Any]) -> Section:
     command = info.get("launch_command")
     section.asked = (asked(f"sglang {command}", "launch_command of /server_info") if command else None) or Settings()
     for state in info.get("internal_states") or ():
-        if isinstance(state, dict) and state.get("avg_spec_accept_length"):
-            section.lengths.add(float(state["avg_spec_accept_length"]))
+        length = float(state.get("avg_spec_accept_length") or 0.0)
+        if 0 < length < math.inf:
+            section.lengths.add(length)
             section.note("avg_spec_accept_length is the mean since the server started: warm-up and all traffic in one")
     return section
 

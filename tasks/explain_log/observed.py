@@ -9,6 +9,7 @@ from slipstream.tasks.other_engines.metric_definitions import SGLANG_DEFINITIONS
 
 EngineName = Literal["sglang", "vllm", "slipstream"]
 PRINTED_HALF_UNIT = 0.005  # two decimals
+LARGEST_WIDTH = 1024  # rows a round; no engine verifies as many
 DEFAULT_LOG_INTERVAL = 40  # SGLang's --decode-log-interval, in decode iterations
 
 
@@ -22,6 +23,11 @@ class Settings:
     algorithm: str | None = None
     adaptive: bool = False
     where: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers that nobody serves with: the line is damaged."""
+        if max(self.num_steps or 0, self.verify_width or 0, self.topk or 0) > LARGEST_WIDTH:
+            raise ValueError(f"{self.describe()}: no such width")
 
     @property
     def known(self) -> bool:
@@ -74,6 +80,8 @@ class Speed:
 
     def add(self, length: float, running: int, tokens_per_second: float) -> None:
         """tokens_per_second: of the server, all running requests together."""
+        if length <= 0:  # such a length is refused elsewhere
+            return
         self.lines += 1
         self.length_sum += length
         self.round_ms_sum += 1000 * length * running / tokens_per_second
@@ -191,6 +199,7 @@ class Section:
 
 def most_frequent(speeds: Mapping[int, Speed]) -> tuple[int, Speed] | None:
     """The number of running requests that most lines were printed with, and its times; None without lines."""
+    speeds = {running: speed for running, speed in speeds.items() if speed.lines}
     if not speeds:
         return None
     return max(speeds.items(), key=lambda item: (item[1].lines, -item[0]))

@@ -1,10 +1,11 @@
 """Metrics pages in the form of Prometheus: SGLang's, vLLM's and our own. Of several scrapes the last counts."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from slipstream.tasks.explain_log.observed import Positions, RateFit, Section, Settings, Speed
+from slipstream.tasks.explain_log.observed import LARGEST_WIDTH, Positions, RateFit, Section, Settings, Speed
 
 _SAMPLE = re.compile(r"^\s*((?:sglang|vllm|slipstream)[:_]\w+)(?:\{(.*)\})?\s+([-+.\deE]+|NaN)\b")
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -23,7 +24,8 @@ class Page:
         if not found:
             return None
         name, labels, value = found.groups()
-        self.values[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
+        if math.isfinite(float(value)):
+            self.values[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
         return re.split(r"[:_]", name, maxsplit=1)[0]
 
     def series(self, name: str) -> Iterator[tuple[Mapping[str, str], float]]:
@@ -81,7 +83,7 @@ def _vllm(page: Page) -> Section:
     hits: dict[int, float] = {}
     for full in ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "vllm:spec_decode_num_accepted_tokens_per_pos"):
         for labels, value in page.series(full):
-            if "position" in labels:
+            if int(labels.get("position", LARGEST_WIDTH)) < LARGEST_WIDTH:
                 hits[int(labels["position"])] = hits.get(int(labels["position"]), 0.0) + value
     section.rounds, section.accepted, section.proposed = drafts, accepted, drafted
     if drafts and hits:

@@ -48,6 +48,7 @@ def read_file(path: Path) -> ReadFile:
     if not useful:
         raise _nothing_found(file, first, sections, reader.foreign)
     notes = [file.torn] if file.torn else []
+    notes += [f"{reader.damaged} damaged lines are left out"] if reader.damaged else []
     notes += _starts(sections, useful)
     return ReadFile(path, useful[-1], tuple(useful[:-1]), tuple(notes))
 
@@ -64,15 +65,23 @@ class _LogReader:
     def __init__(self) -> None:
         self.sections: list[Section] = []
         self.foreign: list[str] = []
+        self.damaged = 0
         self._sglang, self._vllm = sglang_lines.DecodeLines(), vllm_lines.SpecLines()
         self._page: dict[str, Page] = {}
 
     def read(self, lines: Iterator[bytes]) -> list[Section]:
         for number, raw in enumerate(lines, start=1):
             if _MARKS.search(raw):
-                self._line(raw.decode("utf-8", "replace"), number)
-        pages = [section for engine, page in self._page.items() for section in finish(page, engine)]
-        return [*self.sections, *pages]
+                try:
+                    self._line(raw.decode("utf-8", "replace"), number)
+                except (ValueError, OverflowError):
+                    self.damaged += 1
+        for engine, page in self._page.items():
+            try:
+                self.sections += finish(page, engine)
+            except (ValueError, KeyError, OverflowError):
+                self.damaged += 1
+        return self.sections
 
     def _line(self, line: str, number: int) -> None:
         page = Page()

@@ -192,6 +192,13 @@ def _length(section: Section, version: str | None, width: Width) -> tuple[float,
             )
         per_line = section.log_interval if section.source == "log" and section.engine == "sglang" else None
         return section.lengths.mean, section.lengths.weight * per_line if per_line else None
+    if not section.fit.pairs:
+        raise SlipstreamError(
+            f"the {section.source} counts {section.rounds or 0:g} rounds, and no accepted drafts",
+            expected="both, as the engines print them",
+            do="give the whole page or log",
+            runbook=RUNBOOK,
+        )
     return accept_length_from_rate(Engine.SGLANG, version, section.fit.rate, width.verify_width), None
 
 

@@ -11,7 +11,7 @@ import re
 
 from slipstream.tasks.explain_log.observed import Section, Settings, Speed
 
-_NUMBER = r"([\d.]+(?:e[+-]?\d+)?)"
+_NUMBER = r"(\d+(?:\.\d+)?)(?![\d.])"
 _DECODE = re.compile(r"Decode batch\b(?: \[\d+\])?")
 _RUNNING = re.compile(r"#running-req: (\d+)")
 _LENGTH = re.compile(rf"accept len: {_NUMBER}")

@@ -12,12 +12,13 @@ import re
 
 from slipstream.tasks.explain_log.observed import Positions, Section, Settings, Speed
 
-_LENGTH = re.compile(r"Mean acceptance length: ([\d.]+)")
+_LENGTH = re.compile(r"Mean acceptance length: (\d+(?:\.\d+)?)")
 _ACCEPTED = re.compile(r"Accepted: (\d+) tokens")
 _DRAFTED = re.compile(r"Drafted: (\d+) tokens")
 _POSITIONS = re.compile(r"Per-position acceptance rate: ((?:\d\.\d+(?:, |$|\b))+)")
 _ENGINE = re.compile(
-    r"(Engine \d+).*?Avg prompt throughput: ([\d.]+) tokens/s, Avg generation throughput: ([\d.]+) tokens/s,"
+    r"(Engine \d+).*?Avg prompt throughput: (\d+(?:\.\d+)?) tokens/s, Avg generation throughput: "
+    r"(\d+(?:\.\d+)?) tokens/s,"
     r" Running: (\d+) reqs"
 )
 _VERSION = re.compile(r"vLLM API server version v?(\S+)|LLM engine \(v([^)\s]+)\)")

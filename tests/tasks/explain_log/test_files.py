@@ -1,5 +1,6 @@
 """Files as they lie about: compressed, torn, coloured, of other encodings, with restarts, or of something else."""
 
+import contextlib
 import gzip
 import json
 import tracemalloc
@@ -109,6 +110,14 @@ def test_the_last_start_with_figures_is_explained(logs, plain, tmp_path):
     assert any("2 starts" in note and f"line {len(plain) + 1}" in note for note in read.notes)
 
 
+def test_a_restart_that_prints_no_start_up_line_of_its_own_after_plain_decoding(logs, plain, tmp_path):
+    """A server without speculation, then one with it: the second does not inherit the first one's lines."""
+    off = [logs.server_args(None, None, None, algorithm=None), logs.PREFILL]
+    off += [logs.decode(None, None, 90.0) for _ in range(4)]
+    read = read_file(logs.write(tmp_path / "a.log", [*off, *plain]))
+    assert (read.section.plain_lines, read.section.effective.num_steps) == (0, 3)
+
+
 def test_a_last_start_without_figures_is_told(logs, plain, tmp_path):
     read = read_file(logs.write(tmp_path / "a.log", [*plain, logs.server_args(7, 8), "[x] Load weight begin."]))
     assert read.section.effective.num_steps == 3
@@ -118,6 +127,34 @@ def test_a_last_start_without_figures_is_told(logs, plain, tmp_path):
 def test_a_start_that_failed_does_not_lend_its_settings(logs, plain, tmp_path):
     read = read_file(logs.write(tmp_path / "a.log", [logs.server_args(7, 8), "RuntimeError: out of memory", *plain]))
     assert read.section.effective.num_steps == 3
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[x] Decode batch, #running-req: 1, accept len: 1.0.28, accept rate: 0.5, gen throughput (token/s): 50.00, ",
+        "[x] Decode batch, #running-req: 1, accept len: 2.00, accept rate: 0.5, gen throughput (token/s): 5..0, ",
+        "[x] Decode batch, #running-req: , accept len: 2.00, accept rate: 0.5, gen throughput (token/s): 50.00, ",
+        "[x] server_args=ServerArgs(speculative_num_steps=99999999999, speculative_num_draft_tokens=2)",
+    ],
+)
+def test_a_damaged_line_is_left_out(logs, plain, tmp_path, expected, line):
+    assert key(logs.write(tmp_path / "a.log", [*plain, line])) == expected
+
+
+@pytest.mark.parametrize("value", [None, True, "x", -3, 2.5, [], {}, [1, "a"], 10**30])
+def test_values_of_another_kind_are_left_out(logs, tmp_path, value):
+    """Of each entry in turn, any one value: the others are explained, or an error says what was not found."""
+    good = logs.request((5, 3, 1, 1), 3)
+    for name in ("spec_verify_ct", "spec_num_correct_drafts", "spec_correct_drafts_histogram"):
+        bad = {"meta_info": {**good["meta_info"], name: value}}
+        read = read_file(logs.write_json(tmp_path / "a.json", [good, bad]))
+        assert read.section.rounds >= 10
+        with contextlib.suppress(SlipstreamError):
+            figures(read_file(logs.write_json(tmp_path / "b.json", bad)))
 
 
 # ---- what is no log of speculation

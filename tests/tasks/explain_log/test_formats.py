@@ -74,6 +74,9 @@ def test_several_running_requests(logs, tmp_path):
     run = run_of(logs.write(tmp_path / "a.log", lines), version="0.5.9")
     assert (run.running, run.tokens_per_second) == (8, pytest.approx(50.0))
     assert run.round_ms == pytest.approx(1000 * sum(LENGTHS) / 6 * 8 / 400)
+    # A line stands for as many rounds as requests run: 7 lines of 8, one of 2.
+    assert run.accept_length == pytest.approx((8 * (sum(LENGTHS) + LENGTHS[0]) + 2 * 2.0) / 58)
+    assert run.rounds == 58 * 40
     assert any("length x 8 / tokens/s" in note for note in run.notes)
     assert any("1 with another number are not used" in note for note in run.notes)
 
@@ -247,6 +250,12 @@ def test_vllm_page(logs, tmp_path, suffix):
     values = [a for a, n in enumerate(HISTOGRAM) for _ in range(n)]
     mean = sum(values) / 100
     assert run.standard_error == pytest.approx((sum((v - mean) ** 2 for v in values) / 100) ** 0.5 / 10)
+
+
+def test_a_page_without_its_accepted_drafts_is_refused(logs, tmp_path):
+    lines = [line for line in logs.vllm_page(HISTOGRAM) if "accepted" not in line]
+    with pytest.raises(SlipstreamError, match="counts 100 rounds, and no accepted drafts"):
+        run_of(logs.write(tmp_path / "metrics.txt", lines))
 
 
 def test_vllm_engines_of_a_page_add_up(logs, tmp_path):
