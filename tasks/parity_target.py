@@ -14,6 +14,8 @@ from slipstream.engine.trace import RequestTrace
 
 BF16_ULPS_OF_A_TIE = 2
 MIN_POSITIONS = 2
+# Of a slot's own size. Where all other states are far larger, as beside the embedding, no share of theirs is a bound.
+MAX_SLOT_ERROR = 0.25
 _BF16_STEPS = 2.0**-7  # spacing of bf16 numbers in [1, 2)
 
 
@@ -76,7 +78,7 @@ class SlotFinding:
         return self.error / self.second_error if self.second_error else float("inf")
 
     def agrees(self, max_share: float) -> bool:
-        return self.nearest == self.slot and self.share <= max_share
+        return self.nearest == self.slot and self.share <= max_share and self.error <= MAX_SLOT_ERROR
 
     def describe(self) -> str:
         if self.nearest != self.slot:
@@ -84,7 +86,8 @@ class SlotFinding:
                 f"slot {self.slot} of the server is nearest to state {self.nearest} (error {self.second_error:.3f}), "
                 f"not to its own (error {self.error:.3f}): wrong layer, wrong order, or captured at another point"
             )
-        return f"slot {self.slot}: error {self.error:.4f}, {self.share:.1%} of that to slot {self.second}"
+        bound = "" if self.error <= MAX_SLOT_ERROR else f" of its own size (expected at most {MAX_SLOT_ERROR})"
+        return f"slot {self.slot}: error {self.error:.4f}{bound}, {self.share:.1%} of that to slot {self.second}"
 
 
 def find_slots(captured: dict[int, torch.Tensor], reference: Sequence[torch.Tensor]) -> list[SlotFinding]:
