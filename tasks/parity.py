@@ -173,7 +173,10 @@ def compare_served(context: StageContext, injections: tuple[str, ...] = ()) -> P
             lambda done, total: context.progress(done, total, doing="traced requests through the server"),
         )
         traces += fetch_traces(server, repeated, concurrency=1)
-    prompts += repeated
+        prompts += repeated
+        plain = None
+        if config.server.tensor_parallel_size > 1:  # ranks round otherwise than one process: only they can say
+            plain = [t.target_argmax for t in fetch_traces(server, without_drafts(prompts, traces), concurrency=1)]
     return examine(
         prompts,
         traces,
@@ -183,6 +186,8 @@ def compare_served(context: StageContext, injections: tuple[str, ...] = ()) -> P
         slots,
         num_steps,
         lambda done, total: context.progress(done, total, doing="comparing"),
+        config.server.tensor_parallel_size,
+        plain,
     )
 
 
@@ -216,6 +221,11 @@ def repeated_prompts(prompts: Sequence[ParityPrompt]) -> list[ParityPrompt]:
     tokens = min(first.max_new_tokens, second.max_new_tokens, REPEATED_TOKENS)
     names = (("A", first), ("B", second), ("A again", first))
     return [ParityPrompt(f"{p.name} as {name}", REPEATED, p.token_ids[:length], tokens) for name, p in names]
+
+
+def without_drafts(prompts: Sequence[ParityPrompt], traces: Sequence[RequestTrace]) -> list[ParityPrompt]:
+    """The served texts as prompts, for one more token: prefill runs every position without the draft."""
+    return [replace(p, token_ids=t.token_ids[:-1], max_new_tokens=1) for p, t in zip(prompts, traces, strict=True)]
 
 
 STAGE = get_stage("parity")

@@ -216,7 +216,6 @@ class ParityFindings:
             "tokens": {
                 "compared": self.capture.tokens,
                 "differ": self.capture.tokens_differ,
-                "largest_gap": self.capture.largest_gap,
             },
             "logits": asdict(self.logits)
             | {
@@ -248,6 +247,7 @@ def examine(
     num_steps: int,
     progress: Progress = no_progress,
     num_ranks: int = 1,
+    plain: Sequence[torch.Tensor] | None = None,
 ) -> ParityFindings:
     """Compares traces with everything that is independent of the server.
 
@@ -260,6 +260,8 @@ def examine(
         num_steps: K of the server.
         progress: called with (done, total).
         num_ranks: of the server.
+        plain: the target's most likely token behind each position, [n] a trace, by a server that drafts nothing; None
+            has it computed by the target in this process, which is the same bits where one rank serves.
     """
     num_layers = target.config.num_layers
     plan = CapturePlan(slots, num_layers)
@@ -282,7 +284,7 @@ def examine(
             if drafts:
                 drafted.append((trace, plan.select(trace.states)))
                 compare_drafts(drafts, trace, exact, networks["export"], drafted[-1][1])
-        eager = _add_capture(capture, prompt, trace, target, plan)
+        eager = _add_capture(capture, prompt, trace, target, plan, plain[number] if plain else None)
         if drafts and prompt.set != REPEATED:
             _add_acceptance(acceptance, prompt, trace, networks["export"], plan.select(eager), num_steps)
         progress(number + 1, len(prompts))
@@ -296,7 +298,12 @@ def examine(
 
 
 def _add_capture(
-    capture: CaptureFindings, prompt: ParityPrompt, trace: RequestTrace, target: TargetModel, plan: CapturePlan
+    capture: CaptureFindings,
+    prompt: ParityPrompt,
+    trace: RequestTrace,
+    target: TargetModel,
+    plan: CapturePlan,
+    plain: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
     """Adds one conversation to the findings of the capture. Returns its eager states, slot name -> [n, h]."""
     prompt_tokens = len(prompt.token_ids)
@@ -304,9 +311,10 @@ def _add_capture(
     by_slot = {slot: eager[slot_name(slot)] for slot in plan.slots} | {plan.teacher: teacher}
     served = trace_slots(trace, plan.slots, plan.teacher)
     capture.add(prompt.name, prompt_tokens, trace, served, by_slot)
-    answer = torch.tensor(trace.token_ids[prompt_tokens:])
-    with torch.inference_mode():
-        capture.add_tokens(answer, target.logits(teacher[prompt_tokens - 1 :]))
+    if plain is None:
+        with torch.inference_mode():
+            plain = target.logits(teacher).max(dim=-1).indices  # [n, h] -> [n]
+    capture.add_tokens(torch.tensor(trace.token_ids[prompt_tokens:]), plain[prompt_tokens - 1 :])
     return eager
 
 

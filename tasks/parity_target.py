@@ -123,7 +123,7 @@ class LogitFindings:
         ties: positions where it scores both the same: bf16 logits are coarse, and either token is its argmax.
         reference_differ: positions where transformers scores the argmax of transformers in fp32 below its own:
             how far rounding alone takes an argmax.
-        beyond_tie: those of them with a gap of more than two bf16 ulps of the top logit.
+        beyond_tie: those of them with a gap of more than two bf16 ulps of the top logit, also in fp32.
         largest_gap_ulps: the largest such gap.
         error_sum, reference_error_sum: sums of the root mean square error against fp32, ours and transformers' in bf16.
         served_differ: positions where the server's own argmax is not that of its teacher state (final norm or head).
@@ -169,9 +169,11 @@ class LogitFindings:
         top = theirs.max(-1).values  # [n]
         gap = top - theirs.gather(1, ours[:, None])[:, 0]
         ulp = torch.exp2(top.abs().clamp(min=1e-30).log2().floor()) * _BF16_STEPS
-        gap_ulps = gap / ulp
         differ = gap > 0
-        fp32_gap = top - theirs.gather(1, reference.logits.argmax(-1, keepdim=True))[:, 0]
+        exact = reference.logits.max(-1)
+        exact_gap = exact.values - reference.logits.gather(1, ours[:, None])[:, 0]
+        gap_ulps = torch.minimum(gap, exact_gap) / ulp  # what transformers' own rounding adds to a gap is not ours
+        fp32_gap = top - theirs.gather(1, exact.indices[:, None])[:, 0]
         self.positions += len(ours)
         self.differ += int(differ.sum())
         self.ties += int(((ours != theirs.argmax(-1)) & ~differ).sum())

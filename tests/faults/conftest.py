@@ -78,10 +78,12 @@ class ServedPipeline:
     model_dir: Path
     context: Callable[..., StageContext]
 
-    def compare(self, folder: Path, *faults: str) -> ParityFindings:
-        """Parity's findings through the served path, with these faults put into its server."""
+    def compare(self, folder: Path, *faults: str, ranks: int = 1) -> ParityFindings:
+        """Parity's findings through the served path, with these faults put into its server of so many ranks."""
         texts = tuple(str(parse_injection(fault)) for fault in faults)
-        return parity.compare_served(self.context(parity.injected_stage(()), folder), texts)
+        server = self.deployment.server.model_copy(update={"tensor_parallel_size": ranks})
+        deployment = self.deployment.model_copy(update={"server": server})
+        return parity.compare_served(self.context(parity.injected_stage(()), folder, deployment), texts)
 
     def failures(self, findings: ParityFindings, *skip: str) -> list[str]:
         """What is wrong by the deployment's gates; skip: checks that are off."""

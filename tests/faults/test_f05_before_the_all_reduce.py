@@ -7,6 +7,7 @@ import pytest
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft, save_draft
 from slipstream.engine.drafts.eagle3.hf_config import DraftRecord
 from slipstream.engine.drafts.eagle3.layer_ids import Family
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
 from slipstream.engine.sampling_params import SamplingParams
@@ -88,6 +89,22 @@ def test_another_rank_alone_is_caught_where_the_ranks_compare_themselves(world):
     """Rank 0's trace is right: only the ranks can see it, and they end."""
     with pytest.raises(RuntimeError, match="rank 5 differs from the other 7 of 8 ranks in the captured states of step"):
         world.findings(8, "F5:slot=0,rank=5")
+
+
+def test_through_the_served_path(served_pipeline, tmp_path):
+    """Two ranks behind HTTP; tokens are compared with those that the same ranks give without drafts."""
+    findings = served_pipeline.compare(tmp_path, "F5:slot=2", ranks=2)
+    first, *_ = served_pipeline.failures(findings)
+    assert first.startswith("slot 2 equals rank 0's partial sum before the reduce: cosine to its own reference 0.")
+    assert findings.capture.describe_tokens() == (
+        "tokens: all 132 are identical to K = 0 (with a wrong capture, too: they cannot show it)"
+    )
+    assert "error" not in (served_pipeline.workdir / "parity-inject.log").read_text().lower()
+
+
+def test_another_rank_alone_ends_the_server_which_says_which(served_pipeline, tmp_path):
+    with pytest.raises(SlipstreamError, match="rank 1 differs from the other 1 of 2 ranks in the captured states"):
+        served_pipeline.compare(tmp_path, "F5:slot=2,rank=1", ranks=2)
 
 
 def test_no_alarm_without_the_fault(world):
