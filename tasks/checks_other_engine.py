@@ -60,9 +60,7 @@ def _served_draft(facts: Facts) -> DraftFacts | None:
     """The draft that would be served: the one of draft.path, else what convert left for another engine."""
     if facts.deployment.draft.path is not None:
         return facts.given_draft
-    if facts.deployment.server.engine == "slipstream" or "convert" in facts.remade:
-        return None
-    return facts.draft
+    return None if facts.deployment.server.engine == "slipstream" else facts.draft
 
 
 def _no_draft(facts: Facts) -> Finding:
@@ -148,7 +146,18 @@ def _captured_otherwise(
     ways += [f"serve with {able}" for able in who_can(meant, target.num_layers, target.family)]
     if given and not captured.problems:
         ways.append(f"train a draft on {_list(given)}")
-    return Finding(CHECK, found, f"slots {_list(meant)}, {_how(meant)}", tuple(ways), _fault(meant, given))
+    expected = f"slots {_list(meant)}, {_how(meant)}"
+    if own is None:
+        expected += f"; {_why_not(rule, meant, target)}"
+    return Finding(CHECK, found, expected, tuple(ways), _fault(meant, given))
+
+
+def _why_not(rule: Reading, meant: tuple[int, ...], target: ServedTarget) -> str:
+    try:
+        rule.ids(meant, target.num_layers)
+    except SlipstreamError as error:
+        return error.found
+    return f"{rule.name} captures them only with CUDA graphs off"
 
 
 def _unknown_training(draft: DraftFacts, rule: Reading, captured: Capture) -> Finding:

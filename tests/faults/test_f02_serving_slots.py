@@ -54,8 +54,8 @@ def test_exit_code_2_and_both_lists(tmp_path: Path, left_over: ModuleType) -> No
         "capture by sglang 0.5.14 (llama target) would give slots (3, 15, 27) (eagle_config ids [2, 14, 26])" in words
     )
     assert "Both are 3h = 3 x 64 = 192 wide: no check of shapes can tell them apart" in words
-    assert "serve with vLLM 0.24.0 with top-level ids [0, 3, 15]" in words
-    assert "serve with SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14]" in words
+    assert "serve with vLLM 0.24.0 with top-level ids [0, 3, 15] (as read" in words
+    assert "serve with SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14] (as read" in words
     assert "serve with Slipstream's own engine" in words
 
 

@@ -77,8 +77,11 @@ def test_the_incident(tmp_path: Path, left_over: ModuleType) -> None:
     assert "eagle_config ids [2, 14, 26]" in finding.found
     assert "Both are 3h = 3 x 64 = 192 wide: no check of shapes can tell them apart" in finding.found
     assert "slot 0 being the embedding output" in finding.expected
-    assert "serve with vLLM 0.24.0 with top-level ids [0, 3, 15]" in finding.ways
-    assert "serve with SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14]" in finding.ways
+    assert "serve with vLLM 0.24.0 with top-level ids [0, 3, 15] (as read in its source, not run)" in finding.ways
+    assert (
+        "serve with SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14] (as read in its source, not run)"
+        in finding.ways
+    )
     assert "serve with Slipstream's own engine, which captures by name" in finding.ways
 
 
@@ -120,6 +123,7 @@ def test_old_graphs_capture_the_defaults(tmp_path: Path, left_over: ModuleType) 
     world = given(tmp_path, left_over, (3, 16, 29), nested=[2, 15, 28], **old)
     finding = only(world)
     assert "would give slots (2, 16, 29) inside CUDA graphs, whatever the config says" in finding.found
+    assert "sglang 0.5.10.post1 (llama target) captures them only with CUDA graphs off" in finding.expected
     assert "serve with SGLang 0.5.11 to 0.5.23 with eagle_config ids [2, 15, 28]" in finding.ways
     world.write({"server": {**SGLANG, "engine_version": "0.5.11"}})
     assert silent(world)
@@ -217,6 +221,49 @@ def test_the_record_alone_tells_the_target(tmp_path: Path, left_over: ModuleType
     record = world.root / "output" / "slipstream.json"
     record.rename(world.root / "slipstream.json")
     assert only(world).severity == "warning"
+
+
+def test_the_same_slots_stated_in_another_order(tmp_path: Path, left_over: ModuleType) -> None:
+    finding = only(given(tmp_path, left_over, (2, 16, 29), nested=[1, 15, 28], draft={"slots": [16, 2, 29]}))
+    assert finding.fault == "F3"
+
+
+def test_right_slots_that_are_not_delivered(tmp_path: Path, left_over: ModuleType) -> None:
+    finding = only(given(tmp_path, left_over, (2, 16, 29), nested=[1, 15, 28, 28]))
+    assert "would give slots (2, 16, 29)" in finding.found
+    assert "captured once: the draft gets too few states" in finding.found
+
+
+def test_capture_switched_off(tmp_path: Path, left_over: ModuleType) -> None:
+    world = given(tmp_path, left_over, (2, 16, 29), nested=[1, 15, 28])
+    path = tmp_path / "output" / "4" / "config.json"
+    config = json.loads(path.read_text())
+    config["eagle_config"]["use_aux_hidden_state"] = False
+    path.write_text(json.dumps(config))
+    assert "no state is captured at all" in only(world).found
+
+
+def test_an_unknown_version_is_told_once(tmp_path: Path, left_over: ModuleType) -> None:
+    nightly = {"server": {**SGLANG, "engine_version": "nightly"}}
+    assert only(given(tmp_path, left_over, (2, 16, 29), nested=[1, 15, 28], **nightly)).check == "F20"
+
+
+def test_a_version_that_has_no_such_capture(tmp_path: Path, left_over: ModuleType) -> None:
+    old = {"server": {**SGLANG, "engine_version": "0.5.9"}}
+    world = given(tmp_path, left_over, (2, 16, 29), nested=[1, 29, 57], **old)
+    (world.target / "config.json").write_text(json.dumps(KIMI))
+    finding = only(world)
+    assert (finding.check, finding.fault) == ("serving-slots", "F4")
+    assert "SGLang 0.5.9 captures no states of kimi_k25 targets" in finding.found
+
+
+def test_the_draft_that_convert_left(tmp_path: Path, left_over: ModuleType) -> None:
+    """Without draft.path another engine would serve what this deployment trained."""
+    world = left_over.World(tmp_path, {"server": SGLANG})
+    world.draft((2, 16, 29))
+    assert silent(world)
+    world.draft((0, 3, 15))
+    assert "convert/draft was trained on slots (0, 3, 15)" in only(world).found
 
 
 def test_switched_off(tmp_path: Path, left_over: ModuleType) -> None:

@@ -193,6 +193,8 @@ def reading(engine: Engine, version: str, family: Family, runner: Runner | None 
 def who_can(slots: Sequence[int], num_layers: int, family: Family) -> list[str]:
     """Every engine, with versions and ids, that captures `slots` of such a target; Slipstream, which can, last."""
     found = []
+    # An ordinary state is what everybody captures every day; one of the two ends is known from the sources alone.
+    note = " (as read in its source, not run)" if {0, num_layers} & set(slots) else ""
     for engine in Engine:
         runs: list[tuple[tuple[int, ...] | None, list[str]]] = []  # ids, and the consecutive releases that take them
         for version in sorted(map(Version.parse, (*READ[engine], *READ_IN_PART[engine]))):
@@ -206,5 +208,5 @@ def who_can(slots: Sequence[int], num_layers: int, family: Family) -> list[str]:
         for ids, versions in runs:
             if ids is not None:
                 span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
-                found.append(f"{engine.label} {span} with {key} ids {list(ids)}")
+                found.append(f"{engine.label} {span} with {key} ids {list(ids)}{note}")
     return [*found, "Slipstream's own engine, which captures by name"]

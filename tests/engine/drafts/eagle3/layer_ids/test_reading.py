@@ -114,11 +114,15 @@ def test_the_table_of_ends_is_whole():
 
 def test_who_captures_the_embedding():
     """A head trained on [embedding, 3, 31] of Kimi-K2.5 and one on [embedding, 3, 15] of a Llama."""
-    own = "Slipstream's own engine, which captures by name"
-    assert who_can((0, 3, 31), 61, KIMI_K25) == ["SGLang 0.5.14 to 0.5.23 with eagle_config ids [0, 3, 31]", own]
+    own, read = "Slipstream's own engine, which captures by name", " (as read in its source, not run)"
+    assert who_can((0, 3, 31), 61, KIMI_K25) == [f"SGLang 0.5.14 to 0.5.23 with eagle_config ids [0, 3, 31]{read}", own]
     assert who_can((0, 3, 15), 30, LLAMA) == [
-        "vLLM 0.24.0 with top-level ids [0, 3, 15]",
-        "SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14]",
+        f"vLLM 0.24.0 with top-level ids [0, 3, 15]{read}",
+        f"SGLang 0.5.22 to 0.5.23 with eagle_config ids [-1, 2, 14]{read}",
+        own,
+    ]
+    assert who_can((3, 18, 36), 36, GPT_OSS) == [
+        f"SGLang 0.5.17 to 0.5.23 with eagle_config ids [2, 17, 35]{read}",
         own,
     ]
     assert who_can((3, 0, 15), 30, LLAMA) == [own]  # out of order: they concatenate by layer
