@@ -15,6 +15,10 @@ from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.sampling_params import SamplingParams
 
+CAUGHT = [
+    ("F5", "serving, every step", "rank 1 differs from the others in the captured states of a step; the server ends"),
+]
+
 JOBS = Path(__file__).parents[1] / "engine" / "parallel_jobs.py"
 RANKS = 4
 SLOTS = (0, 1, 2)

@@ -13,6 +13,14 @@ from slipstream.tasks.explain_log.read import read_file
 from slipstream.tasks.explain_log.run_figures import figures
 from slipstream.tasks.other_engines.metric_definitions import ACCEPTED_OVER_PROPOSED, accept_length_from_rate
 
+CAUGHT = [
+    (
+        "F12",
+        "explain-log",
+        "rates do not fit the definition of 0.5.14; a rate alone is refused",
+    ),
+]
+
 K = 5
 LINE = (
     "[2026-02-05 10:00:00] Decode batch, #running-req: 1, #token: 186, "

@@ -11,7 +11,7 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.tasks.parity_findings import ParityPrompt, examine
-from slipstream.tasks.parity_target import TargetReference
+from slipstream.tasks.parity_target import SlotFinding, TargetReference
 
 SLOTS = (1, 2, 3)
 K = 3
@@ -133,3 +133,35 @@ def test_rounding_is_allowed_to_the_server_and_to_nobody_else(world):
     assert drafts.wrong("server") == []
     drafts.errors["trainer"][0].squared = drafts.errors["trainer"][0].squared_reference * 0.01**2
     assert drafts.wrong("trainer") == [1]
+
+
+def test_beside_a_small_state_a_share_of_the_next_is_no_bound():
+    """An embedding is far smaller than the states behind it: lost altogether, it is still a twentieth of the next."""
+    slot = SlotFinding(slot=0, nearest=0, error=1.05, second=1, second_error=19.4)
+    assert slot.share < 0.1
+    assert not slot.agrees(0.1)
+    assert "error 1.0500 of its own size (expected at most 0.25), 5.4% of that to slot 1" in slot.describe()
+
+
+def test_one_stale_row_is_found(world):
+    """An average over all rows does not see it."""
+    stale = world.traces[1].states["slot_2"].clone()
+    stale[12] = stale[11]
+    traces = [world.traces[0], replace(world.traces[1], states={**world.traces[1].states, "slot_2": stale})]
+    traces += world.traces[2:]
+    (failure,) = world.failures(traces, skip={"drafts", "acceptance"})
+    assert failure.startswith("slot 2 equals an earlier capture, of other rows (1 of 1 wrong rows; position 12 of p1")
+    assert "wrong in 0 of 26 rows of prompts and 1 of" in failure
+    found = examine(world.prompts, traces, world.target, world.reference, {}, SLOTS, K)
+    assert all(s.agrees(0.1) for s in found.slots)
+
+
+def test_tokens_of_plain_decoding_may_come_from_the_server(world):
+    plain = [t.target_argmax.clone() for t in world.traces]
+    found = examine(world.prompts, world.traces, world.target, world.reference, {}, SLOTS, K, plain=plain)
+    assert found.capture.tokens_differ == 0 < found.capture.tokens
+    plain[0][-1] += 1
+    found = examine(world.prompts, world.traces, world.target, world.reference, {}, SLOTS, K, plain=plain)
+    assert (
+        found.capture.describe_tokens() == f"tokens: 1 of {found.capture.tokens} differ from K = 0 on the same context"
+    )
