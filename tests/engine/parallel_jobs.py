@@ -52,7 +52,10 @@ class Served:
     def bits(self) -> str:
         """Digest of all that must be the same on every rank."""
         parts = [repr((self.tokens, self.acceptance)).encode()]
-        parts += [name.encode() + tensor.numpy().tobytes() for name, tensor in sorted(self.tensors.items())]
+        parts += [
+            name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            for name, tensor in sorted(self.tensors.items())
+        ]
         return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
