@@ -130,7 +130,7 @@ def test_tokens_slots_and_draft_logits_do_not_depend_on_the_number_of_ranks(jobs
     cases = {
         "K = 0": plain_case,
         "K = 3, oracle": _case(jobs, tiny, models[name], 3, oracle=_recordings(plain_case, plain)),
-        "K = 3, draft, T = 0.8": _case(jobs, tiny, models[name], 3, temperature=0.8),
+        "K = 3, draft, T = 0.8": _case(jobs, tiny, models[name], 3, temperature=0.8, count=2, max_tokens=12),
     }
     for what, case in cases.items():
         one = ranks.run(1, JOBS, "serve", case)[0]
