@@ -91,6 +91,10 @@ def test_the_digest_is_that_of_the_files(installed: Path, site: Path) -> None:
     assert fingerprint("sglang", [str(site)]).digest == released
     path.rename(path.with_name("llama2.py"))
     assert len({fingerprint("sglang", [str(site)]).digest, changed, released}) == 3
+    path.with_name("llama2.py").rename(path)
+    metadata = info / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.5.14", "0.5.15.post1"))
+    assert fingerprint("sglang", [str(site)]).digest != released  # the version is part of it
 
 
 def test_one_byte(site: Path) -> None:
@@ -124,6 +128,9 @@ def test_rows_without_a_hash(site: Path) -> None:
     record.write_text("\n".join("sglang/srt/models/llama.py,," if "llama.py," in line else line for line in lines))
     (problem,) = fingerprint("sglang", [str(site)]).problems
     assert problem == "1 file recorded without a hash: sglang/srt/models/llama.py"
+    before = fingerprint("sglang", [str(site)]).digest
+    (site / "sglang/srt/models/llama.py").write_text("x")
+    assert fingerprint("sglang", [str(site)]).digest != before  # the digest has it all the same
 
 
 def test_many_files_are_counted(site: Path) -> None:
