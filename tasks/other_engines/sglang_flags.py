@@ -182,10 +182,15 @@ MACHINE = (
     _flag(
         "sglang.cuda_graph_max_bs",
         "--cuda-graph-max-bs",
-        "graphs of verify have a width of tokens",
+        "a graph of verify holds batch x width rows",
         until="0.5.15.post1",
     ),
-    _flag("sglang.cuda_graph_max_bs_decode", "--cuda-graph-max-bs-decode", "as above", since="0.5.14"),
+    _flag(
+        "sglang.cuda_graph_max_bs_decode",
+        "--cuda-graph-max-bs-decode",
+        "a graph of verify holds batch x width rows",
+        since="0.5.14",
+    ),
     _flag("sglang.disable_cuda_graph", "--disable-cuda-graph", "draft steps without graphs are slow"),
     _flag("sglang.disable_cuda_graph_padding", "--disable-cuda-graph-padding"),
     _flag("sglang.enable_torch_compile", "--enable-torch-compile"),
@@ -201,7 +206,7 @@ MACHINE = (
     _flag("sglang.page_size_tokens", "--page-size", "trees need 1, or a backend that knows them"),
     _flag("sglang.schedule_policy", "--schedule-policy"),
     _flag("sglang.schedule_conservativeness", "--schedule-conservativeness"),
-    _flag("sglang.num_continuous_decode_steps", "--num-continuous-decode-steps", "none: no release read uses it"),
+    _flag("sglang.num_continuous_decode_steps", "--num-continuous-decode-steps"),
     _flag("sglang.disable_overlap_schedule", "--disable-overlap-schedule", "from 0.5.13 on: the synchronous worker"),
     _flag("sglang.enable_mixed_chunk", "--enable-mixed-chunk", "switched off"),
     _flag("sglang.disable_radix_cache", "--disable-radix-cache", "with the cache, hits are one token shorter"),
@@ -275,7 +280,11 @@ SERVICE = (
 )
 
 NCCL = tuple(
-    _flag(f"nccl.{field}", "NCCL_" + field.removesuffix("_bytes").upper(), "acts on the sums of draft and verify, too")
+    _flag(
+        f"nccl.{field}",
+        "NCCL_" + field.removesuffix("_bytes").upper(),
+        "acts on the sums of draft and verify, too, where NCCL does them",
+    )
     for field in Nccl.model_fields
 )
 

@@ -427,3 +427,13 @@ def test_a_release_between_two_known_ones_is_told_what_both_do(tmp_path: Path) -
 def test_our_own_engine_has_none_of_it(tmp_path: Path) -> None:
     facts = Facts(Deployment.model_validate({"speculation": {"num_steps": 1, "verify_width": 16}}), tmp_path)
     assert effects(facts) == ()
+
+
+def test_the_nearest_candidates_are_offered(tmp_path: Path) -> None:
+    asked = s(speculative_adaptive=True) | spec(4, 1, UNSET)
+    for version, near in (("0.5.14", [3]), ("0.5.23", [3, 5])):
+        found = effects(launch(tmp_path, asked, version, "llama", "mha"))
+        (error,) = [effect for effect in found if effect.severity == "error"]
+        offered = [_written(way) for way in error.ways]
+        assert offered[: len(near)] == [("speculation.num_steps", steps) for steps in near]
+        assert len(offered) == len(near) + 1
