@@ -135,6 +135,8 @@ CASES = [
     Case("1a", ALL, s(simulate_acc_len=3.0), "error", "made up"),
     Case("1a", ALL, {"draft.path": "org/a-draft"}, "warning", "revision `main`", "llama", None),
     Case("1a", ALL, {"draft.path": "org/a-draft", **s(speculative_draft_model_revision="abc")}, None, "", "llama", None),
+    Case("1a", ALL, {"target.source": "hf://org/name@main"}, "warning", "revision `main`"),
+    Case("1a", ALL, {"target.source": "hf://org/name@0123abc"}, None),
     # 4, 5: max-running-requests
     Case("4", ALL, RUNNING, "warning", "48"),
     Case("4", ALL, {**RUNNING, **s(speculative_algorithm="NGRAM")}, "warning", "48"),
