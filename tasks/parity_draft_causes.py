@@ -28,13 +28,13 @@ def name_draft_cause(
         bound: largest error at which two logits count as the same.
     """
     best, best_error = "", bound
-    for words, change in _mistakes(network, step):
+    for words, fix, change in _mistakes(network, step):
         error = StepError()
         for trace, features in traces[:CONVERSATIONS]:
             for served, expected in _drafted(network, trace, features, change, step, num_steps):
                 error.add(served, expected)
         if error.rounds and error.error < best_error:
-            best, best_error = f"{words} (error to that {error.error:.4f})", error.error
+            best, best_error = f"{words} (error to that {error.error:.4f}); fix: {fix}", error.error
     return best
 
 
@@ -62,19 +62,23 @@ def _drafted(
         yield served.draft_logits[step - 1 : step], logits[slot : slot + 1]
 
 
-def _mistakes(network: Eagle3Network, step: int) -> Iterator[tuple[str, Change]]:
+def _mistakes(network: Eagle3Network, step: int) -> Iterator[tuple[str, str, Change]]:
+    """(what is done, how it is mended, the same done here)."""
     names = [slot_name(slot) for slot in network.config.slots]
     if step > 1:
         normed = network.config.norm_output
         fed, trained = ("before", "after") if normed else ("after", "before")
-        yield f"the state {fed} the norm is fed back, trained was the one {trained} it", _other_feedback
-        yield "the rope position is not advanced from step 2 on", _still_rope
+        words = f"the state {fed} the norm is fed back, trained was the one {trained} it"
+        yield words, f"feed back the state {trained} the norm", _other_feedback
+        yield "the rope position is not advanced from step 2 on", "step k of slot t: position t + k - 1", _still_rope
         return
     for order in permutations(range(len(names))):
         if order != tuple(range(len(names))):
-            yield f"fc reads the slots as [{', '.join(names[i] for i in order)}]", _reordered(order)
-    yield "each slot reads the features of the position before it", _shifted(1)
-    yield "each slot reads the features of the position behind it", _shifted(-1)
+            words = f"fc reads the slots as [{', '.join(names[i] for i in order)}]"
+            yield words, f"put them side by side as [{', '.join(names)}], by name", _reordered(order)
+    fix = "slot t reads the states at position t, beside the token at t + 1"
+    yield "each slot reads the features of the position before it", fix, _shifted(1)
+    yield "each slot reads the features of the position behind it", fix, _shifted(-1)
 
 
 def _other_feedback(network: Eagle3Network, features: torch.Tensor) -> tuple[Eagle3Network, torch.Tensor]:

@@ -11,6 +11,7 @@ def test_permuted_features_are_named_as_f3(served_pipeline, examined):
     failure = served_pipeline.failures(findings, "acceptance")[0]
     assert failure.startswith("server: the first step is wrong")
     assert "fc reads the slots as [slot_2, slot_1, slot_3] (error to that 0.00" in failure
+    assert "; fix: put them side by side as [slot_1, slot_2, slot_3], by name" in failure
     assert findings.fault == "F3"
 
 

@@ -22,6 +22,7 @@ def test_the_normed_state_fed_back_is_caught(served_pipeline, feedback):
     assert others == []
     assert failure.startswith("server: the first step is right, later steps are wrong (k=2: ")
     assert "the state after the norm is fed back, trained was the one before it (error to that 0.00" in failure
+    assert "; fix: feed back the state before the norm" in failure
     assert "A_k / A_(k-1) for k = 1.. offline" in failure
     assert "; served" in failure
     assert feedback.fault == "F19"
