@@ -42,6 +42,14 @@ def read_json(path: Path, *, expected: str, do: str) -> Any:
         raise SlipstreamError(f"{path} is not readable as JSON: {error}", expected=expected, do=do) from error
 
 
+def read_json_object(path: Path, *, expected: str, do: str) -> dict[str, Any]:
+    """As `read_json`, where the file must hold an object."""
+    value = read_json(path, expected=expected, do=do)
+    if not isinstance(value, dict):
+        raise SlipstreamError(f"{path} holds no JSON object", expected=expected, do=do)
+    return value
+
+
 def drop_torn_line(path: Path) -> None:
     """Takes the last line off a file of lines if a kill cut it short."""
     data = path.read_bytes()

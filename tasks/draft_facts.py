@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.capture import slot_name
-from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.files import read_json
+from slipstream.engine.drafts.eagle3.hf_config import CONFIG, IDS_KEY, RECORD
+from slipstream.engine.files import read_json_object
 from slipstream.engine.handover import TargetIdentity
 from slipstream.tasks.manifest import MANIFEST
-
-IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-CONFIG = "config.json"
-RECORD = "slipstream.json"
 
 
 @dataclass(frozen=True)
@@ -32,10 +28,8 @@ class DraftFacts:
         max_position: positions of its rope table; None when config.json does not say.
         identity: of the target that it was trained on, from slipstream.json.
         slots_from: the file that names `slots`.
-        step: the number of its checkpoint, when its directory is called by one (steps or epochs: the trainer's count).
         architecture: the first one in config.json; "" when there is none.
-        num_features: states that `fc` takes, where config.json says it; None when it does not.
-        target_hidden_size: width of one of them, in elements; None when config.json does not say.
+        target_hidden_size: width of one state, in elements; None when config.json does not say.
         target_num_layers, target_family: of the target that it was trained on, from slipstream.json.
         captures: false when config.json switches capture off (`eagle_config.use_aux_hidden_state`).
     """
@@ -47,9 +41,7 @@ class DraftFacts:
     max_position: int | None
     identity: TargetIdentity | None = None
     slots_from: Path | None = None
-    step: int | None = None
     architecture: str = ""
-    num_features: int | None = None
     target_hidden_size: int | None = None
     target_num_layers: int | None = None
     target_family: str | None = None
@@ -79,9 +71,7 @@ def read_draft(path: Path) -> DraftFacts | None:
         max_position=config.get("max_position_embeddings"),
         identity=TargetIdentity(**own["identity"]) if "identity" in own else None,
         slots_from=slots_from,
-        step=int(path.name) if path.name.isdecimal() else None,
         architecture=str(names[0]) if isinstance(names, list) and names else "",
-        num_features=config.get("num_aux_hidden_states"),
         target_hidden_size=config.get("target_hidden_size") or config.get("hidden_size"),
         target_num_layers=own.get("target_num_layers"),
         target_family=own.get("target_family"),
@@ -114,10 +104,7 @@ def _trained_on(path: Path) -> tuple[tuple[str, ...] | None, Path | None]:
 
 def _object(path: Path) -> dict[str, Any]:
     do = f"if a run made {path.parent}, delete it: its stage is repeated; else name another draft (draft.path)"
-    value = read_json(path, expected="a draft directory", do=do)
-    if not isinstance(value, dict):
-        raise SlipstreamError(f"{path} holds no JSON object", expected="a draft directory", do=do)
-    return value
+    return read_json_object(path, expected="a draft directory", do=do)
 
 
 def _ids(value: Any) -> tuple[int, ...] | None:

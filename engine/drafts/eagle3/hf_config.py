@@ -14,11 +14,12 @@ from slipstream.engine.capture import CapturePlan, default_slots, slot_id, slot_
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.files import read_json, write_atomic
+from slipstream.engine.files import read_json_object, write_atomic
 from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
 
 CONFIG = "config.json"
 RECORD = "slipstream.json"
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # at the top level for vLLM, under `eagle_config` for SGLang
 RECORD_FORMAT = "slipstream-eagle3"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -92,10 +93,10 @@ def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dt
         "mlp_bias": False,
         "tie_word_embeddings": False,
         **{switch: getattr(config, switch) for switch in _SWITCHES},
-        "eagle_aux_hidden_state_layer_ids": list(config.slots),
+        IDS_KEY: list(config.slots),
         "eagle_config": {
             "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [] if isinstance(sglang, str) else list(sglang),
+            IDS_KEY: [] if isinstance(sglang, str) else list(sglang),
         },
     }
     own = {
@@ -190,8 +191,8 @@ def _check_ids(
     directory: Path, value: Mapping[str, Any], plan: CapturePlan, family: Family, skip: Collection[str]
 ) -> None:
     """The ids in config.json mean the slots in slipstream.json, for every engine that they do not stop."""
-    nested = (value.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    for engine, ids in {Engine.VLLM: value.get("eagle_aux_hidden_state_layer_ids"), Engine.SGLANG: nested}.items():
+    nested = (value.get("eagle_config") or {}).get(IDS_KEY)
+    for engine, ids in {Engine.VLLM: value.get(IDS_KEY), Engine.SGLANG: nested}.items():
         version = KNOWN_VERSIONS[engine]
         if ids == [] and engine is Engine.SGLANG:
             continue  # stops it
@@ -213,9 +214,6 @@ def _bad_record(path: Path, error: Exception) -> SlipstreamError:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = read_json(path, expected="a draft directory", do=_AGAIN)
+        return read_json_object(path, expected="a draft directory", do=_AGAIN)
     except FileNotFoundError:
         raise SlipstreamError(f"{path} does not exist", expected="a draft directory", do=_AGAIN) from None
-    if not isinstance(value, dict):
-        raise SlipstreamError(f"{path} holds no JSON object", expected="a draft directory", do=_AGAIN)
-    return value
