@@ -90,19 +90,6 @@ def not_a_release(text: str) -> str:
     return next((words for pattern, words in _NO_RELEASE if pattern.search(text)), "not the name of a release")
 
 
-def parse_engine(name: str) -> Engine:
-    """An engine by name, in any spelling. Raises SlipstreamError for one that we do not know."""
-    try:
-        return Engine(name.strip().lower())
-    except ValueError:
-        raise SlipstreamError(
-            f"engine {name!r} is not known",
-            expected=f"one of {', '.join(engine.value for engine in Engine)}, or slipstream",
-            do="name one of these, or serve with Slipstream's own engine",
-            fault="F20",
-        ) from None
-
-
 def release(engine: Engine, version: str | None) -> Version:
     """A version as a release. Raises SlipstreamError (F20) for none, and for a nightly or another build, by name."""
     if version is None or not version.strip():

@@ -13,7 +13,6 @@ from slipstream.engine.engine_versions import (
     Version,
     neighbours,
     not_a_release,
-    parse_engine,
     release,
     settled,
 )
@@ -120,12 +119,6 @@ def test_a_rule_between_two_releases():
         settled(SGLANG, "0.5.13", shifted, "the rule")
     assert caught.value.fault == "F20"
     assert "the rule changed between SGLang 0.5.12.post1 and 0.5.13.post1, and 0.5.13 lies" in caught.value.found
-
-
-def test_engines():
-    assert [parse_engine(name) for name in ("SGLang", "vllm", " vLLM ")] == [SGLANG, VLLM, VLLM]
-    with pytest.raises(SlipstreamError, match="'trtllm' is not known"):
-        parse_engine("trtllm")
 
 
 def test_it_loads_without_torch():

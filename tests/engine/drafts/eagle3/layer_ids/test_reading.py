@@ -1,4 +1,4 @@
-"""Layer ids: the table against the fact sheets, row by row and by hand, and against a twin of the engines' loops."""
+"""Layer ids: the table against the fact sheets, row by row and by hand."""
 
 import pytest
 from hypothesis import given
