@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from slipstream.engine.speed_forecast import chain_accept_length
+from slipstream.tasks.explain_log.observed import PRINTED_HALF_UNIT
 from slipstream.tasks.explain_log.run_figures import Run
 
 BROKEN = 1.05  # accept length below which a draft is not weak but out of work
@@ -126,13 +127,13 @@ def _expectation(run: Run) -> Explanation:
 
 def _flags(run: Run) -> Explanation:
     name, asked, width = "flags", run.asked.verify_width, run.verify_width
-    if run.effective.algorithm == "EAGLE" and abs(run.accept_length - 1) < 0.005:
+    if run.effective.algorithm == "EAGLE" and abs(run.accept_length - 1) < PRINTED_HALF_UNIT:
         told = "algorithm EAGLE and accept length 1.00: what an EAGLE-3 head gives there, no state is captured for it"
         return Explanation(name, None, True, told)
     if asked is None or width is None or run.num_steps is None:
         if run.asked.known or width is None:
             return Explanation(name, None, False, "asked and in force cannot be compared from this file")
-        if any("set the width to steps + 1" in note for note in run.notes):
+        if run.width_adjusted:
             return Explanation(
                 name, None, True, f"the server changed the width; {width} is in force, asked is not printed"
             )

@@ -126,7 +126,6 @@ def _optional_count(value: Any) -> int | None:
 def _set_width(section: Section, proposed: int, verifies: int) -> None:
     if not proposed:
         return
-    section.proposed = (section.proposed or 0.0) + float(proposed)
     k = proposed / verifies
     if not k.is_integer() or (section.effective.known and section.effective.num_steps != int(k)):
         section.adaptive_changes += 1
@@ -168,7 +167,6 @@ def _own(settings: Mapping[str, Any]) -> list[Section]:
         section.effective = Settings(k, k + 1, 1, where="the counters of this K")
         section.positions = Positions.of_histogram(counts.histogram)
         section.rounds, section.accepted = float(counts.rounds), float(counts.accepted)
-        section.proposed = float(counts.rounds * k)
         section.note(f"{counts.left_out} rounds that end a request or propose fewer than K are left out")
         made.append(section)
     return sorted(made, key=lambda s: s.rounds or 0.0)

@@ -176,7 +176,6 @@ class Section:
     positions: Positions | None = None
     rounds: float | None = None
     accepted: float | None = None
-    proposed: float | None = None
     plain_lines: int = 0
     plain_speeds: dict[int, Speed] = field(default_factory=dict)
     adaptive_changes: int = 0

@@ -85,7 +85,7 @@ def _vllm(page: Page) -> Section:
         for labels, value in page.series(full):
             if int(labels.get("position", LARGEST_WIDTH)) < LARGEST_WIDTH:
                 hits[int(labels["position"])] = hits.get(int(labels["position"]), 0.0) + value
-    section.rounds, section.accepted, section.proposed = drafts, accepted, drafted
+    section.rounds, section.accepted = drafts, accepted
     if drafts and hits:
         section.positions = Positions(drafts, [hits.get(k, 0.0) for k in range(max(hits) + 1)])
     if hits:
@@ -116,7 +116,7 @@ def _slipstream(page: Page) -> list[Section]:
         section = Section("slipstream", "metrics page", version_from="its own names")
         section.effective = Settings(k, k + 1, 1, where="the label num_steps")
         section.positions = Positions(rounds, [hits.get(i, 0.0) for i in range(1, k + 1)])
-        section.rounds, section.accepted, section.proposed = rounds, section.positions.accepted, rounds * k
+        section.rounds, section.accepted = rounds, section.positions.accepted
         section.note("rounds that end a request or propose fewer than K are left out (counted apart on the page)")
         sections.append(section)
     return sorted(sections, key=lambda s: s.rounds or 0.0)

@@ -26,11 +26,10 @@ SHOWN_CHARS = 160
 
 @dataclass(frozen=True)
 class ReadFile:
-    """section: the last start with figures. before: earlier starts with figures. notes: about the file itself."""
+    """section: the last start with figures. notes: about the file itself."""
 
     path: Path
     section: Section
-    before: tuple[Section, ...]
     notes: tuple[str, ...]
 
 
@@ -50,7 +49,7 @@ def read_file(path: Path) -> ReadFile:
     notes = [file.torn] if file.torn else []
     notes += [f"{reader.damaged} damaged lines are left out"] if reader.damaged else []
     notes += _starts(sections, useful)
-    return ReadFile(path, useful[-1], tuple(useful[:-1]), tuple(notes))
+    return ReadFile(path, useful[-1], tuple(notes))
 
 
 def looks_like_json(first: list[bytes]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.speed_forecast import break_even, chain_accept_length, needed_conditional
-from slipstream.tasks.explain_log.observed import Positions, Section, Settings, most_frequent
+from slipstream.tasks.explain_log.observed import PRINTED_HALF_UNIT, Positions, Section, Settings, most_frequent
 from slipstream.tasks.explain_log.read import ReadFile
 from slipstream.tasks.explain_log.width import Width, find_width
 from slipstream.tasks.other_engines.metric_definitions import RUNBOOK, accept_length_from_rate
@@ -22,6 +22,7 @@ class Run:
 
     name: file. accept_length: tokens a round and request, bonus included. standard_error: of it. rounds: behind it.
     joint: A_1 .. A_K. running: requests that the speed was printed with. tokens_per_second: of one stream.
+    width_adjusted: the server warned that it set another width than was asked for.
     baseline: tokens/s of one stream without speculation, as the user states it. accuracy: per-step accuracy likewise.
     """
 
@@ -35,6 +36,7 @@ class Run:
     num_steps: int | None
     verify_width: int | None
     width_from: str
+    width_adjusted: bool
     accept_length: float
     standard_error: float | None
     error_from: str
@@ -128,7 +130,7 @@ def figures(
     section = read.section
     stated = _NAMED.sub("", version) if version else section.version
     origin = "--engine-version" if version else section.version_from
-    notes, refused = [*read.notes, *section.notes], [*section.refused]
+    notes = [*read.notes, *section.notes]
     width = find_width(section, stated)
     length, rounds = _length(section, stated, width)
     error, error_from = _standard_error(section)
@@ -148,6 +150,7 @@ def figures(
         num_steps=width.num_steps,
         verify_width=width.verify_width,
         width_from=width.where,
+        width_adjusted=section.width_adjusted,
         accept_length=length,
         standard_error=error,
         error_from=error_from,
@@ -162,7 +165,7 @@ def figures(
         baseline=baseline,
         accuracy=accuracy,
         notes=tuple(dict.fromkeys([*notes, *width.notes])),
-        refused=tuple(dict.fromkeys([*refused, *width.refused])),
+        refused=tuple(dict.fromkeys([*section.refused, *width.refused])),
     )
 
 
@@ -181,7 +184,7 @@ def _length(section: Section, version: str | None, width: Width) -> tuple[float,
     if positions and positions.rounds:
         return 1 + positions.accepted / positions.rounds, positions.rounds
     if section.lengths.lines:
-        if section.lengths.lowest < 1 - 0.005:
+        if section.lengths.lowest < 1 - PRINTED_HALF_UNIT:
             raise SlipstreamError(
                 f"a printed accept length of {section.lengths.lowest:.2f}: below 1, so the bonus token is not counted "
                 "in it, and by which definition it was counted is not known",

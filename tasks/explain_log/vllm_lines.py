@@ -86,7 +86,6 @@ class SpecLines:
         rounds = rounds_behind(accepted, drafted, k, float(printed.group(1)) if printed else None, section)
         section.rounds = (section.rounds or 0.0) + rounds
         section.accepted = (section.accepted or 0.0) + accepted
-        section.proposed = (section.proposed or 0.0) + drafted
         length = 1 + accepted / rounds
         section.lengths.add(length, rounds)
         if rates:

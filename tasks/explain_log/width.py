@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
-from slipstream.tasks.explain_log.observed import RateFit, Section, Settings
+from slipstream.tasks.explain_log.observed import PRINTED_HALF_UNIT, RateFit, Section, Settings
 from slipstream.tasks.other_engines.metric_definitions import RateDefinition, rate_definition
 
 
@@ -128,7 +128,7 @@ def _not_one_k(section: Section, found: Width) -> None:
 def _too_long(section: Section, found: Width) -> None:
     """A printed length above K + 1 contradicts K."""
     highest = section.lengths.highest
-    if found.num_steps is not None and section.lengths.lines and highest > found.num_steps + 1 + 0.005:
+    if found.num_steps is not None and section.lengths.lines and highest > found.num_steps + 1 + PRINTED_HALF_UNIT:
         found.refused.append(
             f"K = {found.num_steps} ({found.where}): a length of {highest:.2f} is printed, and a round of that K "
             f"commits at most {found.num_steps + 1}"

@@ -18,9 +18,9 @@ def made_run(accepted, k, *, error=0.01, joint=None, rounds=1000.0, **changes) -
     """A run of K = k with `accepted` drafts a round."""
     run = Run(
         name="x", engine="sglang", source="log", version=None, version_from="", asked=Settings(), effective=Settings(),
-        num_steps=k, verify_width=k + 1, width_from="", accept_length=1 + accepted, standard_error=error, error_from="",
-        rounds=rounds, rate_printed=None, rate_meaning="", joint=joint, tree=False, running=1, tokens_per_second=None,
-        round_ms=None, baseline=None, accuracy=None, notes=(), refused=(),
+        num_steps=k, verify_width=k + 1, width_from="", width_adjusted=False, accept_length=1 + accepted,
+        standard_error=error, error_from="", rounds=rounds, rate_printed=None, rate_meaning="", joint=joint, tree=False,
+        running=1, tokens_per_second=None, round_ms=None, baseline=None, accuracy=None, notes=(), refused=(),
     )  # fmt: skip
     return dataclasses.replace(run, **changes)
 

@@ -82,8 +82,9 @@ def test_lines_are_the_same_whatever_the_chunks(tmp_path, monkeypatch):
     assert b"".join(LogFile(tmp_path / "x").lines()) == b"".join(whole)
 
 
-def test_a_long_log_takes_no_memory(logs, plain, tmp_path):
+def test_a_long_log_takes_no_memory(logs, plain, tmp_path, monkeypatch):
     """64 times more lines, and no more memory: nothing is kept of a line."""
+    monkeypatch.setattr(lines_module, "CHUNK", 1 << 13)
 
     def peak(path):
         tracemalloc.start()
@@ -92,11 +93,11 @@ def test_a_long_log_takes_no_memory(logs, plain, tmp_path):
         tracemalloc.stop()
         return size
 
-    body = plain[1:] * 100
+    body = plain[1:] * 10
     small = peak(logs.write(tmp_path / "s.log", body))
     large = peak(logs.write(tmp_path / "l.log", body * 64))
-    assert (tmp_path / "l.log").stat().st_size > 4 << 20
-    assert large < small + (2 << 20)
+    assert (tmp_path / "l.log").stat().st_size > 1 << 19
+    assert large < small + (1 << 17)
 
 
 # ---- restarts
@@ -106,7 +107,6 @@ def test_the_last_start_with_figures_is_explained(logs, plain, tmp_path):
     second = [logs.server_args(5, 6), *logs.sglang_log([3.0, 3.2, 2.8], 6, with_bonus=True)]
     read = read_file(logs.write(tmp_path / "a.log", [*plain, *second]))
     assert (read.section.effective.num_steps, read.section.lengths.lines) == (5, 4)
-    assert [section.effective.num_steps for section in read.before] == [3]
     assert any("2 starts" in note and f"line {len(plain) + 1}" in note for note in read.notes)
 
 

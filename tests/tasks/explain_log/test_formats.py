@@ -98,6 +98,8 @@ def test_a_width_that_the_server_changed_is_told_without_the_launch_line(logs, t
         )
     )
     assert any("set the width to steps + 1" in note for note in run.notes)
+    (flags,) = [item for item in ranked(run) if item.name == "flags"]
+    assert (flags.proven, flags.told) == (True, "the server changed the width; 2 is in force, asked is not printed")
 
 
 def test_a_launch_line_alone_gives_the_width_that_topk_1_leaves(logs, tmp_path):
