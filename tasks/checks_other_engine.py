@@ -206,8 +206,7 @@ def _engine_version(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "F20",
             f"{facts.say('server.engine_version')}: {error.found}",
-            f"{error.expected}; what it makes of flags and layer ids is not guessed: only settings that it reports and "
-            "captured states that are measured could prove it",
+            f"{error.expected}; all else is not guessed: only settings read back and states measured could prove it",
             (error.do, "`slipstream fingerprint` tells which version is installed, and whether its files were changed"),
             "F20",
         )

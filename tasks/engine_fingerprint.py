@@ -62,10 +62,7 @@ class Fingerprint:
             (self.missing, "missing"),
             (self.extra, "not of the wheel"),
         )
-        found = [
-            f"{len(names)} file{'s' * (len(names) != 1)} {words}: {_some(names)}" for names, words in kinds if names
-        ]
-        return (*self.doubts, *found)
+        return (*self.doubts, *(f"{_count(names)} {words}: {_some(names)}" for names, words in kinds if names))
 
 
 def fingerprint(name: str, search: Sequence[str] | None = None, progress: Progress | None = None) -> Fingerprint:

@@ -32,28 +32,20 @@ LOGS = [f"configs/incident-logs/launch-{n}.log" for n in (1, 2, 3)]
 TAKEN_OVER = ("resolve", "regenerate")
 RANKS = 8
 # Sizes of the last step: eight processes on two cores need no more to show it.
-EIGHT_RANKS = [
-    word
-    for setting in (
-        f"server.tensor_parallel_size={RANKS}",
-        "benchmark.num_prompts=2",
-        "benchmark.max_new_tokens=16",
-    )
-    for word in ("--set", setting)
-]
-SERVED_BY_SGLANG = [
-    word
-    for setting in (
-        "server.engine=sglang",
-        "server.engine_version=0.5.14",
-        "sglang.speculative_algorithm=EAGLE3",
-        "speculation.num_steps=15",
-        "speculation.verify_width=16",
-        "draft.slots=[3, 15, 27]",
-        f"draft.path={WORKDIR}/convert/draft",
-    )
-    for word in ("--set", setting)
-]
+EIGHT_RANKS = (
+    f"--set=server.tensor_parallel_size={RANKS}",
+    "--set=benchmark.num_prompts=2",
+    "--set=benchmark.max_new_tokens=16",
+)
+SERVED_BY_SGLANG = (
+    "--set=server.engine=sglang",
+    "--set=server.engine_version=0.5.14",
+    "--set=sglang.speculative_algorithm=EAGLE3",
+    "--set=speculation.num_steps=15",
+    "--set=speculation.verify_width=16",
+    "--set=draft.slots=[3, 15, 27]",
+    f"--set=draft.path={WORKDIR}/convert/draft",
+)
 COLUMNS = 140  # of tables, so that their words stand on one line
 POLL_SECONDS = 0.02
 PLAN_SECONDS = 2.0

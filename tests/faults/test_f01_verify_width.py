@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+from slipstream.engine.engine_versions import READ, Engine
 from slipstream.flows.plan import plan_command
 from slipstream.tasks.contradictions import Finding
 
@@ -64,7 +65,6 @@ def test_the_fault_passes_with_the_check_off(tmp_path: Path, left_over: ModuleTy
 LAUNCH = (
     "python3 -m sglang.launch_server --model-path /m --speculative-algorithm EAGLE3 --speculative-draft-model-path /d"
 )
-RELEASES = ("0.5.9", "0.5.10.post1", "0.5.11", "0.5.12.post1", "0.5.13.post1", "0.5.14", "0.5.15.post1", "0.5.23")
 
 
 def launch_errors(flags: str, version: str | None, tmp_path: Path, skip: tuple[str, ...] = ()) -> list[Finding]:
@@ -76,7 +76,7 @@ def flags(steps: int, width: int) -> str:
     return f"--speculative-num-steps {steps} --speculative-eagle-topk 1 --speculative-num-draft-tokens={width}"
 
 
-@pytest.mark.parametrize("version", [*RELEASES, None, "nightly"])
+@pytest.mark.parametrize("version", [*READ[Engine.SGLANG], None, "nightly"])
 def test_the_incidents_first_launch_is_refused_with_three_ways_to_write_it(tmp_path: Path, version: str | None) -> None:
     (error,) = launch_errors(flags(1, 16), version, tmp_path)
     assert error.fault == "F1"
