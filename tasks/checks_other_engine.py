@@ -1,4 +1,4 @@
-"""What another engine would feed the draft, against what the draft was trained on: F2, F3, F4, F5, F20.
+"""What another engine would feed the draft, against what the draft was trained on: F2, F3, F4, F20.
 
 Every engine concatenates as many states of the same width as the draft takes, so that no shape tells right from wrong;
 which states they are depends on the ids in the draft's config.json, on the engine, its version and the target.
@@ -114,8 +114,6 @@ def _other_engine(facts: Facts, engine: Engine, draft: DraftFacts, meant: tuple[
         yield _unknown_training(draft, rule, captured)
     elif captured.slots != meant or captured.problems or captured.in_graphs:
         yield _captured_otherwise(draft, rule, captured, meant, target)
-    if rule.rule.partial_sums and facts.deployment.server.tensor_parallel_size > 1:
-        yield _partial_sums(facts, rule)
 
 
 def _reading(facts: Facts, engine: Engine, target: ServedTarget) -> Reading:
@@ -171,21 +169,6 @@ def _unknown_training(draft: DraftFacts, rule: Reading, captured: Capture) -> Fi
             f"put the slipstream.json of its training beside it or into {draft.path.parent}",
         ),
         "F2",
-    )
-
-
-def _partial_sums(facts: Facts, rule: Reading) -> Finding:
-    return Finding(
-        CHECK,
-        f"{rule.name} captures before the all-reduce where it fuses that ({facts.say('server.tensor_parallel_size')}; "
-        "on by itself for this target on SM90 and SM100): each rank's own partial sum, without a word",
-        "states of the residual stream after the reduce",
-        (
-            "write server.engine_version: 0.5.14 or later",
-            "start it with --enforce-disable-flashinfer-allreduce-fusion (from 0.5.10.post1)",
-        ),
-        "F5",
-        severity="warning",
     )
 
 

@@ -199,20 +199,6 @@ def test_an_off_by_one_is_named_as_such(tmp_path: Path, left_over: ModuleType) -
     assert "would give slots (3, 17, 30)" in finding.found
 
 
-def test_partial_sums_under_tp(tmp_path: Path, left_over: ModuleType) -> None:
-    values = {"server": {**SGLANG, "engine_version": "0.5.13.post1", "tensor_parallel_size": 8}}
-    world = given(tmp_path, left_over, (2, 16, 29), nested=[1, 29, 57], record=False, **values)
-    world.write({"draft": {"slots": [2, 30, 58]}})
-    (world.target / "config.json").write_text(json.dumps(KIMI))
-    finding = only(world)
-    assert (finding.fault, finding.severity) == ("F5", "warning")
-    assert "each rank's own partial sum" in finding.found
-    world.write({"server": {**values["server"], "tensor_parallel_size": 1}})
-    assert silent(world)
-    world.write({"server": {**values["server"], "engine_version": "0.5.14"}})
-    assert silent(world)
-
-
 def test_the_record_alone_tells_the_target(tmp_path: Path, left_over: ModuleType) -> None:
     """Planned where the target is not: depth and family stand in slipstream.json."""
     world = given(tmp_path, left_over, (2, 16, 29), nested=[2, 16, 29])

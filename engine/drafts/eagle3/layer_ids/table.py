@@ -38,14 +38,12 @@ class Rule:
         first: what comes of slot 0, the embedding output.
         last: what comes of slot N, the state after the last layer.
         graphs_ignore_ids: CUDA graphs capture the default slots, whatever the config says.
-        partial_sums: with TP above 1 and fused all-reduce, a rank's own partial sum is captured.
     """
 
     shift: Shift
     first: Outcome
     last: Outcome
     graphs_ignore_ids: bool = False
-    partial_sums: bool = False
 
 
 def rule_of(engine: Engine, version: Version, family: Family) -> Rule | None:
@@ -74,8 +72,8 @@ def _sglang(version: Version, family: Family) -> Rule | None:
     def since(text: str) -> bool:
         return version >= Version.parse(text)
 
-    def row(shift: Shift, first: Outcome, last: Outcome = Outcome.MISSED, *, partial_sums: bool = False) -> Rule:
-        return Rule(shift, first, last, old_graphs, partial_sums)
+    def row(shift: Shift, first: Outcome, last: Outcome = Outcome.MISSED) -> Rule:
+        return Rule(shift, first, last, old_graphs)
 
     match family:
         case Family.LLAMA:
@@ -95,4 +93,4 @@ def _sglang(version: Version, family: Family) -> Rule | None:
                 return None  # the wrapper does not pass the call on
             shift = Shift.IF_FIRST_IS_1 if since("0.5.13.post1") else Shift.ALWAYS
             first = Outcome.CAPTURED if since("0.5.14") else Outcome.STOPS
-            return row(shift, first, partial_sums=not since("0.5.14"))
+            return row(shift, first)

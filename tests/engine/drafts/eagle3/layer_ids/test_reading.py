@@ -234,11 +234,6 @@ def test_graphs_of_old_versions_capture_the_defaults(version):
     assert reading(SGLANG, version, DEEPSEEK).capture(None, (1, 29, 57), 61).in_graphs is None
 
 
-def test_partial_sums_until_0_5_13():
-    assert [v for v in ALL[1:] if reading(SGLANG, v, KIMI_K25).rule.partial_sums] == list(ALL[1:5])
-    assert not any(reading(SGLANG, v, LLAMA).rule.partial_sums for v in ALL)
-
-
 @pytest.mark.parametrize(
     ("architecture", "runner"),
     [
