@@ -38,7 +38,7 @@ def read_json(path: Path, *, expected: str, do: str) -> Any:
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SlipstreamError(f"{path} is not readable as JSON: {error}", expected=expected, do=do) from error
 
 

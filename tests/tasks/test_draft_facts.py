@@ -71,3 +71,76 @@ def test_no_draft(tmp_path: Path) -> None:
     write(tmp_path / "config.json", [1])
     with pytest.raises(SlipstreamError, match="no JSON object"):
         read_draft(tmp_path)
+
+
+CLEAN = {"eagle_config": {IDS: [2, 15, 27]}, "max_position_embeddings": 2048, "hidden_size": 64}
+RECORD = {
+    "slots": ["slot_2", "slot_15", "slot_27"],
+    "target_num_layers": 30,
+    "identity": {"target": "a", "tokenizer": "b", "chat_template": "c"},
+}
+ODD: tuple[object, ...] = ("x", 1.5, True, ["a"], [None], [[1]], {"a": 1}, [2.0, 15, 27], ["2", "15", "27"], [True, 15])
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize(
+    "place", ["ids", "max_position_embeddings", "hidden_size", "target_hidden_size", "slots", "target_num_layers"]
+)
+def test_a_value_of_another_kind_is_named_with_its_file(tmp_path: Path, place: str, odd: object) -> None:
+    """Never a traceback, and never read as something else: ids as strings are no ids, true is not 1."""
+    config, record = dict(CLEAN), dict(RECORD)
+    if place == "ids":
+        config["eagle_config"] = {IDS: odd}
+    elif place in record:
+        if place == "slots" and odd == ["2", "15", "27"]:
+            return  # a name without its prefix is a name
+        record[place] = odd
+    else:
+        config[place] = odd
+    write(tmp_path / "config.json", CLEAN)
+    write(tmp_path / "slipstream.json", RECORD)
+    clean = read_draft(tmp_path)
+    assert clean is not None
+    assert clean.slots == ("slot_2", "slot_15", "slot_27")
+    write(tmp_path / "config.json", config)
+    write(tmp_path / "slipstream.json", record)
+    with pytest.raises(SlipstreamError) as caught:
+        read_draft(tmp_path)
+    name = "slipstream.json" if place in RECORD else "config.json"
+    key = IDS if place == "ids" else place
+    assert str(tmp_path / name) in caught.value.found
+    assert f"{key} is {json.dumps(odd)}" in caught.value.found
+
+
+@pytest.mark.parametrize(
+    "odd", [None, "x", 5, [], {}, {"target": "a"}, {"target": 1, "tokenizer": 2, "chat_template": 3}]
+)
+def test_a_damaged_identity(tmp_path: Path, odd: object) -> None:
+    write(tmp_path / "config.json", CLEAN)
+    write(tmp_path / "slipstream.json", RECORD | {"identity": odd})
+    with pytest.raises(SlipstreamError, match=r"slipstream.json: identity is .*"):
+        read_draft(tmp_path)
+
+
+@pytest.mark.parametrize("off", [False, 0, None, ""])
+def test_capture_is_off_by_whatever_counts_as_false(tmp_path: Path, off: object) -> None:
+    """SGLang asks `if use_aux_hidden_state`."""
+    write(tmp_path / "config.json", {"eagle_config": {"use_aux_hidden_state": off}})
+    draft = read_draft(tmp_path)
+    assert draft is not None
+    assert draft.captures is False
+
+
+def test_what_cannot_be_looked_into_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match="cannot be read: File name too long"):
+        read_draft(tmp_path / ("x" * 300))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(SlipstreamError, match="cannot be read: Too many levels of symbolic links"):
+        read_draft(tmp_path / "loop")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(SlipstreamError, match="is not readable as JSON"):
+        read_draft(tmp_path)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    assert read_draft(tmp_path) is None
+    assert read_draft(tmp_path / "config.json" / "x") is None
