@@ -22,6 +22,8 @@ BLOCK_BYTES = 1 << 20
 CODE = (".py", ".so", ".pyd")
 THREADS = 4  # hashing leaves the interpreter lock; more would only fight for the disk
 SHOWN = 20  # files of one kind in a message
+SHOWN_CHARS = 120  # of a damaged row
+ALGORITHMS = ("sha256", "sha384", "sha512", "md5", "sha1")  # the last two are of wheels older than their standard
 
 Progress = Callable[[int, int], None]
 
@@ -73,39 +75,82 @@ def fingerprint(name: str, search: Sequence[str] | None = None, progress: Progre
         search: directories to look in; None is where this Python looks.
         progress: called with (bytes done, bytes in all).
 
-    Raises SlipstreamError (F20) when it is not installed, or without a RECORD.
+    Raises SlipstreamError (F20) when it is not installed, or when its METADATA or its RECORD is missing or damaged.
     """
-    found = next(iter(_find(name, search)), None)
-    if found is None:
+    installed = list(_find(name, search)) if name else []
+    if not installed:
         raise _error(
-            f"{name} is not installed in {', '.join(search) if search else 'this Python'}", "an installed engine"
+            f"{name or 'a package without a name'} is not installed in "
+            f"{', '.join(search) if search else 'this Python'}",
+            "an installed engine",
         )
-    text = found.read_text("RECORD")
-    if text is None:
-        raise _error(f"{name} {found.version} has no RECORD, so that no file of it can be checked", "a wheel's install")
+    found = installed[0]
     root = Path(str(found.locate_file("")))
-    rows = [(row[0], row[1]) for row in csv.reader(text.splitlines()) if len(row) == 3]
+    label, version = _name_and_version(found, name, root)
+    rows = _rows(found, f"{label} {version}")
     recorded = {path: expected for path, expected in rows if expected}
-    bare = [path for path, expected in rows if not expected and path.endswith(CODE) and (root / path).is_file()]
+    bare = [path for path, expected in rows if not expected and path.endswith(CODE) and _is_file(root / path)]
     extra = _extra(root, {path for path, _ in rows})
-    present = [path for path in recorded if (root / path).is_file()]
+    present = [path for path in recorded if _is_file(root / path)]
     hashes = _hash_all(root, [*present, *bare, *extra], recorded, progress)
     source, doubts = _source(found)
+    others = sorted({str(d.version) for d in installed[1:] if Path(str(d.locate_file(""))) == root})
+    if others:
+        doubts.append(f"{root} holds a record of {label} {', '.join(others)}, too: one was installed over another")
     if bare:
         doubts.append(f"{_count(bare)} recorded without a hash: {_some(bare)}")
     return Fingerprint(
-        name=found.metadata["Name"],
-        version=found.version,
+        name=label,
+        version=version,
         location=root,
         source=source,
         files=len(hashes),
         size_bytes=sum((root / path).stat().st_size for path in hashes),
-        changed=tuple(path for path in present if hashes[path] != recorded[path]),
+        changed=tuple(path for path in present if hashes[path] != recorded[path].rstrip("=")),
         missing=tuple(path for path in recorded if path not in hashes),
         extra=tuple(extra),
-        digest=_digest(found.version, hashes),
-        doubts=(*doubts, *_version_doubts(found.metadata["Name"], found.version)),
+        digest=_digest(version, hashes),
+        doubts=(*doubts, *_version_doubts(label, version)),
     )
+
+
+def _name_and_version(found: Distribution, name: str, root: Path) -> tuple[str, str]:
+    try:
+        label, version = found.metadata["Name"], found.metadata["Version"]
+    except UnicodeDecodeError:
+        label, version = None, None
+    if not label or not version:
+        raise _error(f"METADATA of {name} in {root} is damaged: it gives no name and version", "a wheel's install")
+    return str(label), str(version)
+
+
+def _rows(found: Distribution, label: str) -> list[tuple[str, str]]:
+    """(path, hash or "") of each row of RECORD. Raises SlipstreamError for one that cannot be checked: a row that is
+    skipped would be a file that nobody looks at."""
+    try:
+        text = found.read_text("RECORD")
+        rows = [] if text is None else [row for row in csv.reader(text.splitlines(), strict=True) if row]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise _error(f"the RECORD of {label} is damaged: {error}", "a wheel's install") from None
+    if text is None:
+        raise _error(f"{label} has no RECORD, so that no file of it can be checked", "a wheel's install")
+    for row in rows:
+        if len(row) != 3 or not row[0] or (row[1] and row[1].partition("=")[0] not in ALGORITHMS):
+            raise _error(
+                f"the RECORD of {label} is damaged: {','.join(row)[:SHOWN_CHARS]!r} is no row of path, hash and size",
+                f"a wheel's install, its hashes by {', '.join(ALGORITHMS)}",
+            )
+    if not any(row[1] for row in rows):
+        raise _error(f"the RECORD of {label} has no hash, so that no file of it can be checked", "a wheel's install")
+    return [(row[0], row[1]) for row in rows]
+
+
+def _is_file(path: Path) -> bool:
+    """False, too, for a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def search_path(python: Path) -> list[str]:
@@ -191,16 +236,19 @@ def _source(found: Distribution) -> tuple[str, list[str]]:
         return "", []
     try:
         told = json.loads(text)
-        url = str(told["url"])
+        url = told["url"]
+        kinds = {key: told[key] for key in ("dir_info", "vcs_info", "archive_info") if key in told}
+        if not isinstance(url, str) or not all(isinstance(value, dict) for value in kinds.values()):
+            raise ValueError
     except (ValueError, KeyError, TypeError):
         return "unknown", ["direct_url.json is damaged: where it came from is not known"]
-    directory = told.get("dir_info")
+    directory = kinds.get("dir_info")
     if directory is not None and directory.get("editable"):
         return f"editable: {url}", [
             f"an editable install: what runs are the files of {url}, which RECORD does not list"
         ]
-    if "vcs_info" in told:
-        vcs = told["vcs_info"]
+    if "vcs_info" in kinds:
+        vcs = kinds["vcs_info"]
         words = f"{vcs.get('vcs', 'a repository')} {url} at {vcs.get('commit_id', 'an unknown commit')}"
         return words, [f"built from {words}: its version number is not that of a release"]
     if directory is not None:

@@ -153,6 +153,11 @@ def test_many_files_are_counted(site: Path) -> None:
         ),
         ({"url": "file:///w/sglang.whl", "archive_info": {}}, "the file file:///w/sglang.whl", ""),
         ([1], "unknown", "damaged"),
+        ({"url": 1}, "unknown", "damaged"),
+        ({"url": None}, "unknown", "damaged"),
+        ({"url": "x", "dir_info": "editable"}, "unknown", "damaged"),
+        ({"url": "x", "dir_info": None}, "unknown", "damaged"),
+        ({"url": "x", "vcs_info": []}, "unknown", "damaged"),
     ],
 )
 def test_where_it_came_from(site: Path, told: object, source: str, doubt: str) -> None:
@@ -186,3 +191,53 @@ def test_another_python(tmp_path: Path) -> None:
     assert any(path.endswith("site-packages") for path in search_path(Path(sys.executable)))
     with pytest.raises(SlipstreamError, match="does not run as a Python"):
         search_path(tmp_path / "python3")
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (b"", "has no hash"),
+        (b"sglang/__init__.py,,\n", "has no hash"),
+        (b"sglang/__init__.py,sha256=abc\n", "is no row of path, hash and size"),
+        (b'"sglang/__init__.py,sha256=abc,4\n', "is damaged: unexpected end of data"),
+        (b"sglang/__init__.py,foo=abc,4\n", "is no row of path, hash and size"),
+        (b"sglang/__init__.py,abc,4\n", "is no row of path, hash and size"),
+        (b"sglang/__init__.py,shake_128=abc,4\n", "is no row of path, hash and size"),
+        (b"\xff\xfe\0,sha256=abc,4\n", "is damaged"),
+        (b'"' + b"x" * 200_000 + b'",sha256=abc,4\n', "is damaged"),
+    ],
+)
+def test_a_record_that_checks_nothing_is_never_passed(site: Path, record: bytes, words: str) -> None:
+    """A row that is skipped would be a file that nobody looks at, and an empty RECORD a clean engine."""
+    (site / "sglang-0.5.14.dist-info" / "RECORD").write_bytes(record)
+    with pytest.raises(SlipstreamError, match=words) as caught:
+        fingerprint("sglang", [str(site)])
+    assert caught.value.fault == "F20"
+
+
+def test_a_recorded_name_that_no_file_can_have(site: Path) -> None:
+    record = site / "sglang-0.5.14.dist-info" / "RECORD"
+    record.write_text(record.read_text() + "sglang/" + "x" * 300 + ".py,sha256=abc,4\n")
+    (missing,) = fingerprint("sglang", [str(site)]).missing
+    assert missing == "sglang/" + "x" * 300 + ".py"
+
+
+@pytest.mark.parametrize("metadata", [b"", b"Name: sglang\n", b"Version: 0.5.14\n", b"\xff\xfe\0"])
+def test_damaged_metadata(site: Path, metadata: bytes) -> None:
+    (site / "sglang-0.5.14.dist-info" / "METADATA").write_bytes(metadata)
+    with pytest.raises(SlipstreamError, match=r"METADATA of sglang in .* is damaged"):
+        fingerprint("sglang", [str(site)])
+
+
+def test_no_name_is_not_any_package(site: Path) -> None:
+    with pytest.raises(SlipstreamError, match="a package without a name is not installed"):
+        fingerprint("", [str(site)])
+
+
+def test_two_records_in_one_directory(site: Path) -> None:
+    """An upgrade that broke off: which of the two runs is in no record."""
+    shutil.copytree(site / "sglang-0.5.14.dist-info", site / "sglang-0.5.9.dist-info")
+    metadata = site / "sglang-0.5.9.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("0.5.14", "0.5.9"))
+    problems = fingerprint("sglang", [str(site)]).problems
+    assert any("one was installed over another" in problem for problem in problems)
