@@ -1,5 +1,6 @@
 """What logs of speculation mean, as tables for people and as JSON for programs."""
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,16 +27,20 @@ from slipstream.tasks.explain_log.run_figures import Run, figures
 UNKNOWN = "not known"
 
 
+class WrongOption(SlipstreamError):
+    """A command line that cannot be meant."""
+
+    exit_code = 2
+
+
 def explain(
     files: Sequence[Path], *, baseline: float | None, version: str | None, accuracy: float | None
 ) -> tuple[list[Run], list[Comparison]]:
     """Reads the files and holds each run against the one before it. Raises SlipstreamError on what cannot be read."""
-    if baseline is not None and not baseline > 0:
-        raise SlipstreamError(
-            f"--baseline-tok-s is {baseline:g}", expected="tokens per second, above 0", do="correct it"
-        )
+    if baseline is not None and not 0 < baseline < math.inf:
+        raise WrongOption(f"--baseline-tok-s is {baseline:g}", expected="tokens per second, above 0", do="correct it")
     if accuracy is not None and not 0 <= accuracy <= 1:
-        raise SlipstreamError(f"--accuracy is {accuracy:g}", expected="a share from 0 to 1, as 0.747", do="correct it")
+        raise WrongOption(f"--accuracy is {accuracy:g}", expected="a share from 0 to 1, as 0.747", do="correct it")
     runs = [figures(read_file(path), version=version, baseline=baseline, accuracy=accuracy) for path in files]
     return runs, [made for before, after in pairwise(runs) if (made := compare(before, after))]
 

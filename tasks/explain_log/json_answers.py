@@ -93,13 +93,15 @@ def _add_request(info: Mapping[str, Any], section: Section) -> None:
     accepted = None if info.get(keys.accepted) is None else _count(info[keys.accepted])
     proposed = _count(info.get(keys.proposed) or 0)
     _set_version(section, keys)
-    if histogram and sum(histogram) == verifies:
-        counted = Positions.of_histogram(histogram)
+    counted = Positions.of_histogram(histogram)
+    if histogram and sum(histogram) == verifies and accepted in (None, int(counted.accepted)):
         section.positions = section.positions or Positions()
         section.positions.add(counted.rounds, counted.hits)
         accepted = int(counted.accepted) if accepted is None else accepted
-    elif histogram:
+    elif histogram and sum(histogram) != verifies:
         section.refuse("a histogram whose sum is not spec_verify_ct: no A_k from it")
+    elif histogram:
+        section.refuse(f"a histogram that counts other accepted drafts than {keys.accepted}: no A_k from it")
     if accepted is None:
         return
     section.rounds = (section.rounds or 0.0) + verifies

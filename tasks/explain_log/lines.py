@@ -1,5 +1,6 @@
 """Lines of a log, streamed: plain or gzip, any encoding, torn at the end, of any size."""
 
+import codecs
 import re
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ PIECE = 1 << 14  # bytes decompressed at a time: at most these are lost where a 
 LONGEST_LINE = 1 << 20  # bytes; what is longer comes in pieces
 _COLOURS = re.compile(rb"\x1b\[[0-9;]*[A-Za-z]")
 _GZIP = 16 + zlib.MAX_WBITS
+_UTF16 = re.compile(rb"\xff\xfe[^\0]\0|\xfe\xff\0[^\0]")  # as a redirection of PowerShell writes text
 
 
 class LogFile:
@@ -24,7 +26,7 @@ class LogFile:
         self.path, self.torn = path, ""
         try:
             with path.open("rb") as file:
-                start = file.read(2)
+                start = file.read(4)
         except OSError as error:
             raise SlipstreamError(
                 f"{path} cannot be read: {error.strerror or error}",
@@ -37,7 +39,7 @@ class LogFile:
                 expected="a server's log with lines of speculation, a metrics page, or JSON",
                 do="look whether the server writes to another file (its standard error), or died before its first line",
             )
-        self._gzip = start == b"\x1f\x8b"
+        self._gzip, self._utf16 = start[:2] == b"\x1f\x8b", _UTF16.match(start) is not None
 
     def lines(self) -> Iterator[bytes]:
         """Lines without their end and without colours."""
@@ -55,6 +57,8 @@ class LogFile:
         """The file's bytes, decompressed."""
         with self.path.open("rb") as file:
             raw = iter(lambda: file.read(CHUNK), b"")
+            if self._utf16:
+                raw = _from_utf16(raw)
             yield from self._decompressed(raw) if self._gzip else raw
 
     def _decompressed(self, raw: Iterator[bytes]) -> Iterator[bytes]:
@@ -73,6 +77,12 @@ class LogFile:
                     yield out
         if not stream.eof:
             self.torn = "the compressed file ends too early; what came before was read"
+
+
+def _from_utf16(raw: Iterator[bytes]) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-16")("replace")
+    for data in raw:
+        yield decoder.decode(data).encode("utf-8", "replace")
 
 
 def _clean(line: bytes) -> bytes:

@@ -24,6 +24,8 @@ class Page:
         if not found:
             return None
         name, labels, value = found.groups()
+        if float(value) < 0 and ("spec_" in name or name.startswith("slipstream_")):
+            raise ValueError(f"{name} {value}: no count, length or share is below 0")
         if math.isfinite(float(value)):
             self.values[name, tuple(sorted(_LABEL.findall(labels or "")))] = float(value)
         return re.split(r"[:_]", name, maxsplit=1)[0]
@@ -70,8 +72,12 @@ def _sglang(page: Page) -> Section:
         section.fit.add(length, rate)
     elif rate:
         section.fit.pairs, section.fit.rate_sum = 1, rate
-    if length and tokens and running:
+    if length and tokens and running and running.is_integer():
         section.speeds_with_prefill.setdefault(int(running), Speed()).add(length, int(running), tokens)
+    elif length and tokens and running:
+        section.note(
+            f"{running:g} running, as a mean over ranks: no stream has that many beside it, so no speed is taken"
+        )
     return section
 
 
@@ -83,7 +89,7 @@ def _vllm(page: Page) -> Section:
     hits: dict[int, float] = {}
     for full in ("vllm:spec_decode_num_accepted_tokens_per_pos_total", "vllm:spec_decode_num_accepted_tokens_per_pos"):
         for labels, value in page.series(full):
-            if int(labels.get("position", LARGEST_WIDTH)) < LARGEST_WIDTH:
+            if 0 <= int(labels.get("position", LARGEST_WIDTH)) < LARGEST_WIDTH:
                 hits[int(labels["position"])] = hits.get(int(labels["position"]), 0.0) + value
     section.rounds, section.accepted = drafts, accepted
     if drafts and hits:

@@ -199,4 +199,5 @@ def _without_speculation(file: LogFile, section: Section) -> SlipstreamError:
 
 
 def _quoted(lines: list[str]) -> str:
-    return "\n".join(f"    | {line}" for line in lines)
+    """Lines for a terminal: a file that is no text may hold what it would obey."""
+    return "\n".join(f"    | {''.join(c if c.isprintable() else '.' for c in line)}" for line in lines)

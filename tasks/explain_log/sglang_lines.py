@@ -9,11 +9,11 @@ the last decode line on, idle time and prefill included: its speed is no decode 
 
 import re
 
-from slipstream.tasks.explain_log.observed import Section, Settings, Speed
+from slipstream.tasks.explain_log.observed import LARGEST_WIDTH, Section, Settings, Speed
 
-_NUMBER = r"(\d+(?:\.\d+)?)(?![\d.])"
+_NUMBER = r"(\d+(?:\.\d+)?)(?![\d.eE]|,\d)"  # the whole of it, or none: 1e5 and 1,60 are not 1
 _DECODE = re.compile(r"Decode batch\b(?: \[\d+\])?")
-_RUNNING = re.compile(r"#running-req: (\d+)")
+_RUNNING = re.compile(r"#running-req: (\d+)(?![\d.eE]|,\d)")
 _LENGTH = re.compile(rf"accept len: {_NUMBER}")
 _RATE = re.compile(rf"accept rate: {_NUMBER}")
 _SPEED = re.compile(rf"gen throughput \(token/s\): {_NUMBER}")
@@ -93,6 +93,8 @@ class DecodeLines:
                 section.plain_speeds.setdefault(requests, Speed()).add(1.0, requests, tokens)
             return True
         value = float(length.group(1))
+        if value > LARGEST_WIDTH:
+            raise ValueError(f"an accept length of {value}: the line is damaged")
         section.lengths.add(value, max(requests, 1))
         rate = _RATE.search(line)
         if rate:

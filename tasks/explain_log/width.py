@@ -7,6 +7,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.explain_log.observed import PRINTED_HALF_UNIT, RateFit, Section, Settings
 from slipstream.tasks.other_engines.metric_definitions import RateDefinition, rate_definition
 
+CHAINS = (None, "EAGLE", "EAGLE3", "NEXTN", "STANDALONE")  # algorithms whose width follows from the steps
+
 
 @dataclass
 class Width:
@@ -26,7 +28,7 @@ def find_width(section: Section, version: str | None) -> Width:
     found = Width()
     in_force, asked = section.effective, section.asked
     topk = in_force.topk or asked.topk or 1
-    if in_force.known:
+    if in_force.known and not _contradicts_itself(in_force, topk, found):
         found.verify_width, found.where = _width_of(in_force, topk), in_force.where
     if section.engine == "sglang" and section.fit.pairs:
         _settle_rate(section, version, topk, found)
@@ -42,6 +44,19 @@ def find_width(section: Section, version: str | None) -> Width:
     _not_one_k(section, found)
     _too_long(section, found)
     return found
+
+
+def _contradicts_itself(settings: Settings, topk: int, found: Width) -> bool:
+    """A chain in force has the width steps + 1 in every release read; of other numbers, neither is believed."""
+    steps, width = settings.num_steps, settings.verify_width
+    if topk != 1 or steps is None or width in (None, steps + 1) or settings.algorithm not in CHAINS:
+        return False
+    tree = "" if settings.topk else " (a tree has not, but no topk is in the file)"
+    found.refused.append(
+        f"{settings.where} says {settings.describe()}: in force, a chain has the width steps + 1{tree}, so K is not "
+        "taken from them"
+    )
+    return True
 
 
 def _width_of(settings: Settings, topk: int) -> int | None:
@@ -132,5 +147,12 @@ def _too_long(section: Section, found: Width) -> None:
         found.refused.append(
             f"K = {found.num_steps} ({found.where}): a length of {highest:.2f} is printed, and a round of that K "
             f"commits at most {found.num_steps + 1}"
+        )
+        found.num_steps = found.verify_width = None
+    counted = section.accepted / section.rounds if section.rounds and section.accepted is not None else 0.0
+    if found.num_steps is not None and counted > found.num_steps + 0.005:
+        found.refused.append(
+            f"K = {found.num_steps} ({found.where}): {section.accepted:g} accepted drafts are counted in "
+            f"{section.rounds:g} rounds, {counted:.2f} a round, and no round accepts more than it drafts"
         )
         found.num_steps = found.verify_width = None

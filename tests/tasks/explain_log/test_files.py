@@ -59,6 +59,19 @@ def test_bytes_of_no_encoding_colours_and_line_ends(logs, plain, tmp_path, expec
     assert key(logs.write(tmp_path / "d.log", [f"sglang-1  | {line}" for line in plain])) == expected
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_a_log_in_utf16_as_powershell_redirects_it(plain, tmp_path, expected, encoding):
+    (tmp_path / "a.log").write_bytes(("\ufeff" + "\r\n".join(plain)).encode(encoding))
+    assert key(tmp_path / "a.log") == expected
+
+
+def test_what_is_no_text_reaches_no_terminal(tmp_path):
+    (tmp_path / "a.log").write_bytes(b"\x7fELF\x1b]0;title\x07\x00\x9b2J")
+    with pytest.raises(SlipstreamError) as caught:
+        read_file(tmp_path / "a.log")
+    assert all(c.isprintable() or c == "\n" for c in str(caught.value))
+
+
 def test_lines_that_a_container_wrapped_in_json(logs, plain, tmp_path, expected):
     wrapped = [json.dumps({"log": line + "\n", "stream": "stderr", "time": "2026-02-03T10:20:00Z"}) for line in plain]
     assert key(logs.write(tmp_path / "a-json.log", wrapped)) == expected
@@ -205,11 +218,20 @@ def test_the_command_ends_with_1_and_words(tmp_path, capsys, monkeypatch):
     assert "runbooks/accept-length-low.md" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [("--baseline-tok-s", "0"), ("--baseline-tok-s", "nan"), ("--accuracy", "74.7")])
-def test_options_that_cannot_be(logs, plain, tmp_path, option):
+OPTIONS = [("--baseline-tok-s", text) for text in ("0", "-1", "nan", "inf", "1e309")] + [
+    ("--accuracy", text) for text in ("74.7", "-0.1", "nan")
+]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_that_cannot_be(logs, plain, tmp_path, monkeypatch, option):
     path = logs.write(tmp_path / "a.log", plain)
     with pytest.raises(SlipstreamError, match=option[0]):
         cli.app(["explain-log", str(path), *option], standalone_mode=False)
+    monkeypatch.setattr("sys.argv", ["slipstream", "explain-log", str(path), *option])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
 
 
 RUNBOOKS = Path(__file__).parents[3] / "runbooks"

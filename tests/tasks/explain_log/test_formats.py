@@ -350,3 +350,70 @@ def test_server_info(logs, tmp_path):
     run = run_of(logs.write_json(tmp_path / "info.json", info))
     assert (run.version, run.num_steps, run.verify_width, run.asked.verify_width) == ("0.5.23", 1, 2, 16)
     assert any("warm-up and all traffic" in note for note in run.notes)
+
+
+# ---- damaged or contradictory figures ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["1e5", "1,60", "1.60.2", "99999999999999"])
+def test_a_length_is_read_whole_or_not_at_all(logs, tmp_path, text):
+    """Its first digit alone would be the length of a draft that never works."""
+    broken = logs.decode(1.5, 0.5, 50).replace("accept len: 1.50", f"accept len: {text}")
+    found = read.read_file(logs.write(tmp_path / "a.log", [broken, logs.decode(2.0, 0.5, 50)]))
+    assert (found.section.lengths.lines, found.section.lengths.mean) == (1, 2.0)
+
+
+@pytest.mark.parametrize(("text", "into"), [("50.00", "1e30"), ("#running-req: 1", "#running-req: 1.5")])
+def test_a_speed_is_read_whole_or_not_at_all(logs, tmp_path, text, into):
+    line = logs.decode(2.0, 0.5, 50)
+    assert text in line
+    found = read.read_file(logs.write(tmp_path / "a.log", [line.replace(text, into), *[line] * 2]))
+    assert found.section.lengths.lines == 2
+
+
+def test_settings_in_force_that_contradict_each_other_give_no_k(logs, tmp_path):
+    """Steps 1 with 16 tokens cannot be in force of a chain; the printed pairs tell that 2 rows were verified."""
+    lines = [logs.server_args(1, 16), *logs.sglang_log([1.6, 1.7, 1.6], 2, with_bonus=True)]
+    run = run_of(logs.write(tmp_path / "a.log", lines))
+    assert (run.num_steps, run.ceiling) == (1, 2)
+    assert any(
+        "steps 1, topk 1, tokens 16: in force, a chain has the width steps + 1" in words for words in run.refused
+    )
+    alone = [line.replace(", accept rate", ", rate") for line in lines]
+    assert run_of(logs.write(tmp_path / "b.log", alone)).num_steps is None
+    block = [logs.server_args(1, 16, algorithm="DFLASH"), *logs.sglang_log([1.6, 1.7], 16, with_bonus=True)]
+    assert run_of(logs.write(tmp_path / "c.log", block)).num_steps == 15  # its width is not that of a chain of steps
+    clean = [logs.server_args(3, 4), *logs.sglang_log(LENGTHS, 4, with_bonus=True)]
+    assert not run_of(logs.write(tmp_path / "d.log", clean)).refused
+
+
+def test_more_accepted_than_drafted_gives_no_k(logs, tmp_path):
+    info = {"spec_verify_ct": 10, "spec_num_correct_drafts": 60, "spec_num_proposed_drafts": 10}
+    run = run_of(logs.write_json(tmp_path / "a.json", {"meta_info": info}))
+    assert (run.num_steps, run.acceptance_rate, run.joint) == (None, None, None)
+    assert any("no round accepts more than it drafts" in words for words in run.refused)
+
+
+def test_a_histogram_that_counts_other_drafts_gives_no_joint(logs, tmp_path):
+    info = {"spec_verify_ct": 10, "spec_num_correct_drafts": 7, "spec_correct_drafts_histogram": [4, 6]}
+    run = run_of(logs.write_json(tmp_path / "a.json", {"meta_info": info}))
+    assert run.joint is None
+    assert any("counts other accepted drafts than spec_num_correct_drafts" in words for words in run.refused)
+
+
+@pytest.mark.parametrize("running", ["0.5", "1.5"])
+def test_a_mean_of_running_requests_over_ranks_gives_no_speed(logs, tmp_path, running):
+    page = [
+        "sglang:spec_accept_length 1.8", "sglang:spec_num_steps 5", "sglang:spec_num_draft_tokens 6",
+        "sglang:gen_throughput 54.8", f"sglang:num_running_reqs {running}",
+    ]  # fmt: skip
+    run = run_of(logs.write(tmp_path / "a.prom", page), baseline=90)
+    assert (run.round_ms, run.break_even) == (None, None)
+    assert any(f"{running} running, as a mean over ranks" in note for note in run.notes)
+
+
+def test_counters_below_zero_are_damaged(logs, tmp_path):
+    page = ['slipstream_rounds_total{num_steps="3"} -3', *logs.vllm_page([4, 3, 2, 1])]
+    run = run_of(logs.write(tmp_path / "a.prom", page))
+    assert run.engine == "vllm"
+    assert "1 damaged lines are left out" in run.notes
