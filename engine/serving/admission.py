@@ -13,9 +13,8 @@ from slipstream.engine.serving.openai_types import ApiError, GenerationRequest, 
 if TYPE_CHECKING:
     from slipstream.engine.serving.api import Front
 
-INLINE_PROMPT_CHARACTERS = (
-    1 << 16
-)  # tokenised at once; a longer body would hold up everybody's stream, and goes to a thread
+# Tokenised at once; a longer prompt would hold up everybody's stream, and goes to a thread.
+INLINE_PROMPT_CHARACTERS = 1 << 16
 Endpoint = Literal["chat", "completion"]
 
 

@@ -1,24 +1,12 @@
 """Scripts beside the tests, loaded by path; tests marked `soak` run only where `-m` names that mark."""
 
-import importlib.util
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 _HERE = Path(__file__).parent
-
-
-def _load(name: str) -> ModuleType:
-    full_name = f"slipstream_tests_{name}"
-    if full_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full_name, _HERE / f"{name}.py")
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[full_name])
-    return sys.modules[full_name]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -30,12 +18,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def lossless() -> ModuleType:
+def lossless(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
     """tests/e2e/lossless.py."""
-    return _load("lossless")
+    return load_test_module(_HERE / "lossless.py")
 
 
 @pytest.fixture(scope="session")
-def agreement() -> ModuleType:
+def agreement(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
     """tests/e2e/transformers_agreement.py."""
-    return _load("transformers_agreement")
+    return load_test_module(_HERE / "transformers_agreement.py")

@@ -3,7 +3,6 @@
 design.md's case: hit rates .9 / .2 in stretches of 30, K = 5: 2.88 by slots, 1.99 served.
 """
 
-import importlib.util
 import itertools
 import json
 import random
@@ -24,14 +23,6 @@ CAUGHT = [
         "replayed against served accept length: not p/(1-p), nor the average over slots",
     ),
 ]
-
-SPEC = importlib.util.spec_from_file_location(
-    "bench_fixtures", Path(__file__).parents[1] / "tasks" / "bench_fixtures.py"
-)
-assert SPEC is not None
-assert SPEC.loader is not None
-made = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(made)
 
 K, PROMPTS, SLOTS = 5, 8, 3000
 NAME = "replayed against served accept length"
@@ -61,7 +52,12 @@ def serve(right):
 
 
 @pytest.fixture(scope="module")
-def pairs():
+def made(load_test_module):
+    return load_test_module(Path(__file__).parents[1] / "tasks" / "bench_fixtures.py")
+
+
+@pytest.fixture(scope="module")
+def pairs(made):
     """What the benchmark measured: every prompt served for real."""
     return [made.make_pair(i, num_steps=K, accepted=serve(right)) for i, right in enumerate(ANSWERS)]
 
@@ -98,16 +94,21 @@ def endless(conversations, num_steps, measured_steps=None):
     return counts
 
 
-def judged(pairs, train, **bounds):
-    """(predicted length, served length, gates of a report), through the benchmark's own prediction."""
-    prediction = replayed.replay_prompts(train, [f"p{i}" for i in range(PROMPTS)], K, SLOTS + 1)
-    bench = {
+def benchmark(pairs, prediction):
+    """The benchmark's figures, as the report reads them."""
+    return {
         **figures(pairs, K, prediction, same_prompts=True),
         "served_num_steps": K,
         "choice": {"why": ""},
         "transformers": None,
         "row_invariance": {"invariant": True, "promise": "exact"},
     }
+
+
+def judged(pairs, train, **bounds):
+    """(predicted length, served length, gates of a report), through the benchmark's own prediction."""
+    prediction = replayed.replay_prompts(train, [f"p{i}" for i in range(PROMPTS)], K, SLOTS + 1)
+    bench = benchmark(pairs, prediction)
     gates = judge(Deployment(gates={"min_speedup": 1e-9, **bounds}).gates, {}, None, bench)
     return prediction.accept_length, bench["acceptance"]["accept_length"], [gate.to_dict() for gate in gates]
 
@@ -139,7 +140,7 @@ def test_f11_passes_unnoticed_when_the_check_is_off(pairs, train, monkeypatch, p
     require(gates)
 
 
-def test_f11_the_incident_s_projection_at_its_own_accuracy():
+def test_f11_the_incident_s_projection_at_its_own_accuracy(made):
     """74.7 % at every step: p/(1-p) promises 2.95 where K = 5 serves 3.27, off by 14 %; the right form is not."""
     draw = random.Random(0)
     right = [draw.random() < 0.747 for _ in range(20_000)]
@@ -149,13 +150,7 @@ def test_f11_the_incident_s_projection_at_its_own_accuracy():
     for accepted in serve(right):
         replay.add(accepted)
     for prediction, status in ((wrong, "fail"), (replay, "pass")):
-        bench = {
-            **figures(measured, K, prediction, same_prompts=True),
-            "served_num_steps": K,
-            "choice": {"why": ""},
-            "transformers": None,
-            "row_invariance": {"invariant": True, "promise": "exact"},
-        }
+        bench = benchmark(measured, prediction)
         assert bench["acceptance"]["accept_length"] == pytest.approx(3.27, abs=0.05)
         gates = {gate.name: gate for gate in judge(Deployment().gates, {}, None, bench)}
         assert gates[NAME].status == status
