@@ -277,6 +277,8 @@ def fingerprint(
 
     Ends with exit code 3 when a file was changed, or when it is no release.
     """
+    if python is not None and site_packages is not None:
+        raise typer.BadParameter("give --python or --site-packages, one of the two", param_hint="--python")
     from slipstream.flows.fingerprint_view import show_fingerprint
 
     if not show_fingerprint(name, python, site_packages, as_json=as_json):

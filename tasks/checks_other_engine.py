@@ -222,7 +222,16 @@ def _raw_target(facts: Facts) -> ServedTarget | None:
         return ServedTarget(
             family_of(architecture), architecture, int(text["num_hidden_layers"]), int(text["hidden_size"])
         )
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, SlipstreamError):
+    except (
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        SlipstreamError,
+    ):
         return None  # other checks say what is wrong with a target's config
 
 

@@ -150,7 +150,8 @@ def _source(values: Values, revision: str | None, problems: list[Problem]) -> No
 def as_yaml(loaded: Loaded, line: str) -> str:
     """The deployment file that says what the line says: a comment of its meaning above every value."""
     parts = ["# What this launch line asks for, flag by flag:", "#"]
-    parts += [f"#   {text}" for text in _wrap(" ".join(line.replace("\\\n", " ").split()), 112)]
+    shown = _printable(" ".join(re.split(r"[ \t\r\n]+", line.replace("\\\n", " ").strip())))
+    parts += [f"#   {text}" for text in _wrap(shown, 112)]
     parts += ["#", "# `slipstream plan` shows what SGLang makes of it. A key that is not here is not on the line.", ""]
     section = ""
     for key, field in known_fields():
@@ -187,7 +188,12 @@ def _scalar(value: Any) -> str:
         plain = re.fullmatch(r"[\w/~.][\w/~.:@+=-]*", text) is not None and parse_value(text) == text
     except yaml.YAMLError:
         plain = False
-    return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return text if plain else '"' + _printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
+
+
+def _printable(text: str) -> str:
+    """What a file of text cannot hold, or would fold (newlines, control characters, bytes of no encoding), escaped."""
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def written_values(loaded: Loaded) -> Iterator[tuple[str, Any]]:

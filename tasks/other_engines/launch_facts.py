@@ -1,5 +1,6 @@
 """A launch of another engine as rules look at it: what was asked, the target's and the draft's config, the release."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,7 +148,8 @@ def read_other_model(path: Path) -> OtherModel | None:
 
 
 def _positions(config: Mapping[str, Any]) -> int | None:
-    """The context as SGLang derives it: the first of the known keys, times the factor of a rope that is stretched."""
+    """The context as SGLang derives it: the first of the known keys, times the factor of a rope that is stretched; None
+    where they are missing, or the factor is no number above 0."""
     keys = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length", "max_position_embeddings")
     base = next((config[key] for key in keys if _whole(config.get(key))), None)
     scaling = config.get("rope_scaling") or {}
@@ -155,7 +157,8 @@ def _positions(config: Mapping[str, Any]) -> int | None:
     if stretched and scaling.get("rope_type", scaling.get("type")) == "llama3":
         stretched = False
     factor = scaling.get("factor", 1) if stretched else 1
-    return None if base is None else int(base * factor)
+    usable = isinstance(factor, int | float) and not isinstance(factor, bool) and 0 < factor < math.inf
+    return None if base is None or not usable else int(base * factor)
 
 
 def _object(path: Path) -> dict[str, Any] | None:

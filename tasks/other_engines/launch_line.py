@@ -5,27 +5,29 @@ quotes. Nothing is guessed: a word that is not understood is a problem that name
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import PurePosixPath
 
 from slipstream.tasks.other_engines.sglang_flags import REFUSED, by_name
+from slipstream.tasks.other_engines.shell_words import ShellWord, shell_words
 
 UNDERSTOOD = "[NAME=VALUE ...] python3 -m sglang.launch_server --FLAG VALUE ... (or `sglang serve`)"
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-_SHELL = re.compile(r"[0-9]*(>>?|<)(&?[0-9]*)\S*|&>\S*|&&?|\|\|?|;")
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # a value, though it begins as a flag does
 _OTHERS = {"vllm": "vLLM", "trtllm-serve": "TensorRT-LLM", "slipstream": "Slipstream", "llama-server": "llama.cpp"}
 
 
 @dataclass(frozen=True)
 class Word:
-    """One flag or variable of the line. `text` is its value as it stands there; None where a flag has none."""
+    """One flag or variable of the line. `text` is its value as it stands there; None where a flag has none. `shells`:
+    why only a shell knows the value; "" where it stands there."""
 
     name: str
     text: str | None
+    shells: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -56,12 +58,12 @@ def read_launch_line(line: str, switches: frozenset[str]) -> LaunchLine:
         switches: flags that take no value.
     """
     try:
-        tokens = shlex.split(line.replace("\\\r\n", " ").replace("\\\n", " "), comments=False)
+        tokens = shell_words(line)
     except ValueError as error:
-        return LaunchLine((), (Trouble("the line", f"{str(error).lower()} in the line", "quotes in pairs"),))
+        return LaunchLine((), (Trouble("the line", f"{error} in the line", "quotes in pairs"),))
     words: list[Word] = []
     troubles: list[Trouble] = []
-    rest = _before_program(tokens, words)
+    rest = _before_program(tokens, words, troubles)
     arguments = _after_program(rest, troubles)
     if arguments is not None:
         _arguments(arguments, switches, words, troubles)
@@ -76,28 +78,36 @@ def read_launch_line(line: str, switches: frozenset[str]) -> LaunchLine:
     return LaunchLine(tuple(known), tuple(troubles))
 
 
-def _before_program(tokens: Sequence[str], words: list[Word]) -> Sequence[str]:
-    """Takes the variables before the program off the front."""
+def _before_program(tokens: Sequence[ShellWord], words: list[Word], troubles: list[Trouble]) -> Sequence[ShellWord]:
+    """Takes the variables before the program off the front. Those of a command of their own reach it by `export`."""
+    exported, own = False, 0
     for number, token in enumerate(tokens):
-        variable = _VARIABLE.fullmatch(token)
+        variable = None if token.operator else _VARIABLE.fullmatch(token.text)
         if variable:
-            words.append(Word(variable[1], variable[2]))
-        elif token not in ("env", "export", "exec", "nohup"):
+            words.append(Word(variable[1], variable[2], token.shells))
+        elif token.operator and token.text in ("\n", ";", "&&") and number:
+            lost = [] if exported else words[own:]
+            troubles += [Trouble(w.name, f"{w.name} is set, and not exported", f"export {w.name}=...") for w in lost]
+            exported, own = False, len(words)
+        elif token.text == "export" and not token.operator:
+            exported = True
+        elif token.operator or token.text not in ("env", "exec", "nohup"):
             return tokens[number:]
     return ()
 
 
-def _after_program(tokens: Sequence[str], troubles: list[Trouble]) -> Sequence[str] | None:
+def _after_program(words: Sequence[ShellWord], troubles: list[Trouble]) -> Sequence[ShellWord] | None:
     """The words after the program; None, with the trouble, where it is not SGLang's server."""
+    tokens = [word.text for word in words]
     program = [PurePosixPath(token).name for token in tokens[:1]]
-    if program == ["sglang"] and list(tokens[1:2]) == ["serve"]:
-        return tokens[2:]
+    if program == ["sglang"] and tokens[1:2] == ["serve"]:
+        return words[2:]
     if program == ["sglang.launch_server"]:
-        return tokens[1:]
+        return words[1:]
     if program and _PYTHON.fullmatch(program[0]):
         for number, token in enumerate(tokens[1:], 1):
-            if token == "-m" and list(tokens[number + 1 : number + 2]) == ["sglang.launch_server"]:
-                return tokens[number + 2 :]
+            if token == "-m" and tokens[number + 1 : number + 2] == ["sglang.launch_server"]:
+                return words[number + 2 :]
             if not re.fullmatch(r"-[uPIEsOB]+", token):
                 break
     text = " ".join(tokens[:3]) or "no program"
@@ -107,14 +117,21 @@ def _after_program(tokens: Sequence[str], troubles: list[Trouble]) -> Sequence[s
     return None
 
 
-def _arguments(tokens: Sequence[str], switches: frozenset[str], words: list[Word], troubles: list[Trouble]) -> None:
+def _arguments(
+    tokens: Sequence[ShellWord], switches: frozenset[str], words: list[Word], troubles: list[Trouble]
+) -> None:
     """Pairs flags with their values."""
     at = 0
     while at < len(tokens):
-        token, at = tokens[at], at + 1
-        if _SHELL.fullmatch(token):
-            troubles.append(Trouble(token, f"`{token}` is the shell's", "the launch line alone"))
-            return  # what follows belongs to the redirection or is another command
+        found, at = tokens[at], at + 1
+        token = found.text
+        if found.operator:  # what follows belongs to the redirection or is another command
+            if token == "\n":
+                expected = "one line, or a backslash right before the newline, with no space after it"
+                troubles.append(Trouble("the line", "a newline ends the command, and more follows it", expected))
+            else:
+                troubles.append(Trouble(token, f"`{token}` is the shell's", "the launch line alone"))
+            return
         if not token.startswith("-") or token == "-":
             troubles.append(Trouble(token, f"`{token}` stands alone", "a flag before every value"))
             continue
@@ -125,16 +142,23 @@ def _arguments(tokens: Sequence[str], switches: frozenset[str], words: list[Word
             else:
                 words.append(Word(name, None))
         elif equals:
-            words.append(Word(name, text))
+            words.append(Word(name, text, found.shells))
         elif name not in by_name() and name not in REFUSED:
             words.append(Word(name, None))  # unknown: whether the next word is its value is unknown, too
-            if at < len(tokens) and not tokens[at].startswith("-"):
+            if at < len(tokens) and _is_value(tokens[at]):
                 at += 1
-        elif at == len(tokens) or tokens[at].startswith("--"):
+        elif at == len(tokens) or not _is_value(tokens[at]):
             troubles.append(Trouble(name, f"{name} has no value", f"{name} VALUE"))
         else:
-            words.append(Word(name, tokens[at]))
+            words.append(Word(name, tokens[at].text, tokens[at].shells))
             at += 1
+
+
+def _is_value(word: ShellWord) -> bool:
+    """Whether an argument parser takes a word as a value: one that begins as a flag does is none."""
+    text = word.text
+    looks_like_a_flag = text.startswith("-") and text != "-" and " " not in text and not _NEGATIVE.fullmatch(text)
+    return not word.operator and not looks_like_a_flag
 
 
 def _unknown(word: Word) -> Trouble | None:
@@ -147,8 +171,8 @@ def _unknown(word: Word) -> Trouble | None:
         names = [name for name in by_name() if name.startswith("-") == flag]
         near = get_close_matches(word.name, names, 1, 0.0)[0]
         return Trouble(word.name, f"{word.name} is not a known {kind}", f"the nearest known one is {near}")
-    if word.text is not None and "$" in word.text:
-        return Trouble(word.name, f"{word.name} {word.text}: a variable of the shell", "the value itself")
+    if word.shells:
+        return Trouble(word.name, f"{word.name} {word.text}: {word.shells}", "the value itself, in quotes if need be")
     return None
 
 

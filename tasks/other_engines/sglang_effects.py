@@ -26,7 +26,8 @@ def launches(facts: Facts) -> tuple[Launch, ...]:
     except SlipstreamError:  # a nightly or an unknown version: F20 says so; what any release does is told as such
         releases = READ[Engine.SGLANG]
     path = asked(facts, "draft.path")
-    target = None if facts.target_dir is None else read_other_model(facts.target_dir)
+    stated = asked(facts, "target.source") is not None  # else facts speak of our own default, the demo's
+    target = read_other_model(facts.target_dir) if stated and facts.target_dir is not None else None
     draft = None if path is None else read_other_model(path)
     return tuple(Launch(facts, Version.parse(release), target, draft) for release in releases)
 

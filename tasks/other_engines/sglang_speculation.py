@@ -147,6 +147,18 @@ def _steps_zero(launch: Launch) -> Iterator[Effect]:
         )
 
 
+def _no_target(launch: Launch) -> Iterator[Effect]:
+    """The one flag that has no default. Our own, a demo's, is not what SGLang would serve."""
+    if launch.get("target.source") is None:
+        yield Effect(
+            "1a",
+            launch.say("target.source"),
+            f"{CRASH}: it has no target of its own",
+            "error: the following arguments are required: --model-path",
+            (pin("target.source", "DIRECTORY"),),
+        )
+
+
 def _no_algorithm(launch: Launch) -> Iterator[Effect]:
     """Section 1a: speculative flags without an algorithm do nothing."""
     stated = [key for key in (STEPS, TOPK, WIDTH, DRAFT, ADAPTIVE) if launch.get(key) not in (None, False)]
@@ -344,6 +356,7 @@ def _lossy(launch: Launch) -> Iterator[Effect]:
 
 
 SPECULATION_RULES: tuple[Rule, ...] = (
+    _no_target,
     _no_algorithm,
     _width,
     _steps_unset,

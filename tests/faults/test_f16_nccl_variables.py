@@ -94,7 +94,7 @@ def test_a_word_where_a_number_belongs_is_refused(tmp_path: Path) -> None:
         "NCCL_ALGO=Ring,Tree",
         "NCCL_ALGO=^NVLS",
         "NCCL_ALGO=ring",
-        "NCCL_ALGO=allreduce:ring;broadcast:tree",
+        "NCCL_ALGO='allreduce:ring;broadcast:tree'",
         "NCCL_PROTO=^LL128",
         "NCCL_P2P_LEVEL=4",
         "NCCL_NTHREADS=64",

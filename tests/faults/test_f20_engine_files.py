@@ -43,6 +43,12 @@ def ask(site: Path, *arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+def test_one_place_to_look_in(tmp_path: Path) -> None:
+    code, text = ask(install(tmp_path, "0.5.14"), "--python", "python3")
+    assert code == 2
+    assert "one of the two" in text
+
+
 def test_the_clean_case(tmp_path: Path) -> None:
     code, text = ask(install(tmp_path, "0.5.14"))
     assert code == 0

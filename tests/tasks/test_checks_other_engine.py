@@ -1,6 +1,7 @@
 """What another engine would capture for a draft, against what it was trained on: the findings of plan."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -191,6 +192,16 @@ def test_a_target_that_only_others_serve(
     assert f"would give slots {gives}" in finding.found
     if len(slots) == 3 and gives.count(",") == 2:
         assert "3h = 3 x 7168 = 21,504 wide" in finding.found
+
+
+ENDLESS = {"num_hidden_layers": math.inf, "hidden_size": 7168}
+
+
+@pytest.mark.parametrize("config", ["[" * 100_000, json.dumps({**KIMI, "text_config": ENDLESS})])
+def test_a_damaged_config_of_a_target_is_no_target(tmp_path: Path, left_over: ModuleType, config: str) -> None:
+    world = given(tmp_path, left_over, (2, 16, 29), nested=[2, 30, 58], record=False)
+    (world.target / "config.json").write_text(config)
+    assert "neither the target nor a record of the draft's training is here" in only(world).found
 
 
 def test_an_off_by_one_is_named_as_such(tmp_path: Path, left_over: ModuleType) -> None:

@@ -144,7 +144,7 @@ PLAIN = "python3 -m sglang.launch_server --model-path /m --tp-size 8 --port 8000
         "sglang.launch_server --model-path /m --tp-size 8 --port 8000",
         "env python3 -m sglang.launch_server --model-path '/m' --tp-size \"8\" --port 8000",
         "python3 -m sglang.launch_server \\\n  --model-path /m \\\n  --tp-size 8 \\\n  --port 8000",
-        "nohup  python3 -m sglang.launch_server --port 8000\n --tp-size 8 --model-path /m",
+        "nohup  python3 -m sglang.launch_server --port 8000  --tp-size 8 --model-path /m\n",
     ],
 )
 def test_spellings_of_one_line(line: str) -> None:
@@ -154,6 +154,13 @@ def test_spellings_of_one_line(line: str) -> None:
 def test_env_before_the_program() -> None:
     assert values(f"env NCCL_ALGO=Ring {PLAIN}") == values(f"NCCL_ALGO=Ring {PLAIN}")
     assert values(f"NCCL_ALGO=Ring {PLAIN}")["nccl.algo"] == "Ring"
+    script = f"export NCCL_ALGO=Ring NCCL_PROTO=LL\nexport NCCL_DEBUG=INFO && CUDA_VISIBLE_DEVICES=0 {PLAIN}\n"
+    assert values(script) == values(f"NCCL_ALGO=Ring NCCL_PROTO=LL NCCL_DEBUG=INFO CUDA_VISIBLE_DEVICES=0 {PLAIN}")
+
+
+def test_what_a_shell_leaves_alone_is_a_value() -> None:
+    assert values(f"{PLAIN} --served-model-name '$x;&'")["sglang.served_model_name"] == "$x;&"
+    assert values(f"{PLAIN} --chunked-prefill-size -1")["sglang.chunked_prefill_tokens"] == -1
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
@@ -224,8 +231,26 @@ def test_a_variable_that_switches_off(text: str) -> None:
     assert values(f"SGLANG_ENABLE_SPEC_V2={text} {PLAIN}")["sglang.enable_spec_v2"] is False
 
 
+# What a file of text cannot hold as it is, or would fold: newlines, control characters, a byte of no encoding.
+CONTROL = [
+    "a\nb",
+    "a\rb",
+    "a\x85b",
+    "a\u2028b",
+    "a\n---\nb",
+    "\x00",
+    "\x07",
+    "\x1b[31m",
+    "\x7f",
+    "\ufeffa",
+    "a\udcffb",
+    "😀",
+]
+
+
 @pytest.mark.parametrize(
-    "value", ["a: b", "# no comment", "true", "1e-3", "null", 'with "quotes"', "back\\slash", "é", "-x", "a #b", "~"]
+    "value",
+    ["a: b", "# no comment", "true", "1e-3", "null", 'with "quotes"', "back\\slash", "é", "-x", "a #b", "~", *CONTROL],
 )
 def test_any_text_survives_the_file(tmp_path: Path, value: str) -> None:
     line = f"{PLAIN} --served-model-name={shlex.quote(value)}"
@@ -275,6 +300,19 @@ def test_any_text_survives_the_file(tmp_path: Path, value: str) -> None:
         (f"{PLAIN} && echo started", ("`&&` is the shell's",)),
         (f"{PLAIN} --served-model-name $NAME", ("--served-model-name $NAME: a variable of the shell",)),
         (f"{PLAIN} --served-model-name 'kimi", ("no closing quotation",)),
+        (f"{PLAIN} --served-model-name x; rm -r y", ("`;` is the shell's",)),
+        (f"{PLAIN} --served-model-name x&", ("`&` is the shell's",)),
+        (f"{PLAIN} --dtype half\n--trust-remote-code", ("a newline ends the command, and more follows it",)),
+        (f"{PLAIN} \\ \n --dtype half", ("a newline ends the command", "no space after it")),
+        (f"{PLAIN} --dtype half # as always", ("`#` is the shell's",)),
+        (f"{PLAIN} --tokenizer-path `pwd`/t", ("--tokenizer-path `pwd`/t: a variable of the shell, or a command's",)),
+        (f"{PLAIN} --tokenizer-path ~/t", ("home directory",)),
+        (f"{PLAIN} --tokenizer-path=$T", ("--tokenizer-path $T: a variable",)),
+        (f"NCCL_ALGO=$A {PLAIN}", ("NCCL_ALGO $A: a variable",)),
+        (f"{PLAIN} --tokenizer-path /t\u00a0--dtype half", ("U+00A0",)),
+        (f"{PLAIN} --served-model-name -x", ("--served-model-name has no value",)),
+        (f"NCCL_ALGO=Ring; {PLAIN}", ("NCCL_ALGO is set, and not exported",)),
+        (f"NCCL_ALGO=Ring\n{PLAIN}", ("NCCL_ALGO is set, and not exported", "export NCCL_ALGO=...")),
     ],
 )
 def test_a_word_that_is_not_understood_is_refused_by_name(line: str, words: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ row, release, what is asked beside a launch in which nothing changes, and what m
 # ruff: noqa: E501  (one case a line)
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import pytest
 from slipstream.configs.schema import Deployment
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.other_engines.effect import Effect
+from slipstream.tasks.other_engines.launch_facts import read_other_model
 from slipstream.tasks.other_engines.sglang_effects import effects
 
 UNSET = object()
@@ -426,6 +428,19 @@ def test_a_release_between_two_known_ones_is_told_what_both_do(tmp_path: Path) -
     assert effects(launch(tmp_path, {}, "0.5.16", "llama", "mha")) == ()
 
 
+@pytest.mark.parametrize("version", [None, "0.5.9", "0.5.23"])
+def test_without_a_target_the_start_fails_and_none_is_assumed(tmp_path: Path, version: str | None) -> None:
+    """Our own default, the demo's, is no target of SGLang's: nothing is told of it, though its files are here."""
+    facts = launch(tmp_path, {"target.source": UNSET, "server.max_context_tokens": UNSET}, version, "llama", None)
+    assert facts.target_dir is not None
+    (row,) = [e for e in effects(facts) if "--model-path" in e.visible]
+    assert (row.severity, row.asked) == ("error", "target.source unset")
+    assert [e.effective for e in effects(facts) if e.row == "18" and "target's own" in e.effective] == [
+        "the target's own"
+    ]
+    assert not [e for e in effects(launch(tmp_path, {}, version, "llama", None)) if "--model-path" in e.visible]
+
+
 def test_our_own_engine_has_none_of_it(tmp_path: Path) -> None:
     facts = Facts(Deployment.model_validate({"speculation": {"num_steps": 1, "verify_width": 16}}), tmp_path)
     assert effects(facts) == ()
@@ -439,3 +454,14 @@ def test_the_nearest_candidates_are_offered(tmp_path: Path) -> None:
         offered = [_written(way) for way in error.ways]
         assert offered[: len(near)] == [("speculation.num_steps", steps) for steps in near]
         assert len(offered) == len(near) + 1
+
+
+@pytest.mark.parametrize("factor", ["x", None, math.nan, math.inf, 0, -1, True, [2]])
+def test_a_rope_factor_that_is_none_gives_no_positions(tmp_path: Path, factor: object) -> None:
+    """Unknown is told as unknown; a clean factor stretches."""
+    for scaling, positions in (({"factor": factor}, None), ({"factor": 4}, 4096), ({}, 1024)):
+        config = {"max_position_embeddings": 1024, "rope_scaling": scaling}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        found = read_other_model(tmp_path)
+        assert found is not None
+        assert found.positions == positions
