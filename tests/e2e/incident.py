@@ -212,7 +212,7 @@ STEPS = (
         words=[
             r"F2: the draft [^ ]* was trained on slots \(0, 3, 15\)",
             r"capture would give slots \(3, 15, 27\)\. Both are 3h = 3 x 576 = 1,728 wide",
-            r"serve with vLLM 0\.24\.0 with top-level ids \[0, 3, 15\]; or serve with SGLang [^;]*;",
+            r"serve with vLLM 0\.24\.0 with top-level ids \[0, 3, 15\] [^;]*; or serve with SGLang [^;]*;",
         ],
         check=quick_and_alone,
     ),
