@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.flows.tables import plain_table
 from slipstream.tasks.explain_log.compare import Comparison, compare, partial_sum
 from slipstream.tasks.explain_log.explanations import (
     LENGTH_RUNBOOK,
@@ -102,7 +103,7 @@ def _figures(runs: Sequence[Run]) -> Table:
         "no baseline stated" if baseline is None else f"baseline {baseline:g} tok/s, {1000 / baseline:.1f} ms a step"
     )
     stated = "" if accuracy is None else f"; accuracy stated {accuracy:.1%}"
-    table = _table(f"What the files say ({against}{stated})", "", *[Path(run.name).name for run in runs])
+    table = plain_table(f"What the files say ({against}{stated})", "", *[Path(run.name).name for run in runs])
     for name, cell in ROWS if accuracy is None else (*ROWS, *PROJECTION):
         table.add_row(Text(name, "dim" if name.startswith(" ") else ""), *[Text(cell(run)) for run in runs])
     return table
@@ -112,7 +113,7 @@ def _run(run: Run, console: Console) -> None:
     told = verdict(run)
     won = run.speedup is not None and run.speedup >= 1
     console.print(Text.assemble((f"{Path(run.name).name}: ", "bold"), (told, "green" if won else "bold red")))
-    table = _table("", "explanation", "tokens a round", "")
+    table = plain_table("", "explanation", "tokens a round", "")
     for item in ranked(run):
         number = "-" if item.tokens is None else f"{item.tokens:+.2f}"
         name = f"{item.name} (proven)" if item.proven else item.name
@@ -136,7 +137,7 @@ def _comparison(comparison: Comparison, console: Console) -> None:
 
 
 def _undecided() -> Table:
-    table = _table("What no log can decide", "what", "why", "what can")
+    table = plain_table("What no log can decide", "what", "why", "what can")
     for item in UNDECIDED:
         table.add_row(item.what, item.why, item.how)
     return table
@@ -181,13 +182,3 @@ def _joint(run: Run) -> str:
         return " ".join(f"{a:.2f}" for a in run.joint)
     known = "" if not run.num_steps else f"; A_1 is {partial_sum(run, 1)}"
     return f"only their sum is in the file{known}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title or None, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )  # fmt: skip
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table

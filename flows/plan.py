@@ -14,7 +14,7 @@ from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import derived
 from slipstream.tasks.checks import Facts, Finding, find, gather
-from slipstream.tasks.checks_machine import disk_needed, existing_parent, human_bytes
+from slipstream.tasks.checks_machine import disk_needed, existing_parent
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
 from slipstream.tasks.other_engines.effect import Effect
 from slipstream.tasks.other_engines.import_line import import_line, meaning
@@ -355,20 +355,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(value)
     return str(value) if isinstance(value, Path) else value
-
-
-__all__ = [
-    "Derived",
-    "Plan",
-    "Room",
-    "Value",
-    "as_dict",
-    "derived_values",
-    "human_bytes",
-    "make_plan",
-    "meanings",
-    "plan_command",
-    "plan_of",
-    "room",
-    "values",
-]

@@ -4,7 +4,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.flows.plan import Plan, derived_values, human_bytes, meanings, room, values
+from slipstream.flows.plan import Plan, derived_values, meanings, room, values
+from slipstream.flows.tables import plain_table
+from slipstream.tasks.checks_machine import human_bytes
 from slipstream.tasks.estimates import Cost
 from slipstream.tasks.other_engines.sglang_effects import ROW_CHECKS
 
@@ -52,7 +54,7 @@ def seconds_words(cost: Cost | None) -> str:
 
 
 def _values(plan: Plan) -> Table:
-    table = _table("Values", "key", "value", "from")
+    table = plain_table("Values", "key", "value", "from")
     section = ""
     for value in values(plan):
         if value.key.startswith(("sglang.", "nccl.")) and value.origin == "default":
@@ -79,7 +81,7 @@ def _launch_values(plan: Plan, wide: bool) -> Table:
     """What is on the launch line of another engine; a key that nobody wrote is not on it."""
     title = f"Asked of {plan.other_engine} (a key that is not here is not on its launch line)"
     columns, meaning = ["key", "value", "from"], meanings(plan)
-    table = _table(title, *columns, *(["meaning"] if wide else []))
+    table = plain_table(title, *columns, *(["meaning"] if wide else []))
     for value in values(plan):
         if value.key in meaning:
             cells: list[str | Text] = [
@@ -102,7 +104,7 @@ def _effects(plan: Plan, wide: bool) -> Table:
     version = plan.loaded.deployment.server.engine_version or "of an unknown version"
     columns = ("row", "asked", "effective", "visible", "so that nothing changes")
     title = f"What {plan.other_engine} {version} makes of it (red: changed or broken, yellow: chosen or uncertain)"
-    table = _table(title, *(columns if wide else ("row", "", "")))
+    table = plain_table(title, *(columns if wide else ("row", "", "")))
     for effect in plan.effects:
         colour = _COLOURS[effect.severity]
         only = f"in {effect.where}: " if effect.where else ""
@@ -122,7 +124,7 @@ def _effects(plan: Plan, wide: bool) -> Table:
 
 
 def _derived(plan: Plan) -> Table:
-    table = _table("Derived", "what", "value", "how")
+    table = plain_table("Derived", "what", "value", "how")
     for row in derived_values(plan):
         table.add_row(row.name, Text(row.value, overflow="fold"), Text(row.how, "dim"))
     return table
@@ -130,7 +132,7 @@ def _derived(plan: Plan) -> Table:
 
 def _stages(plan: Plan) -> Table:
     columns = ("stage", "state", "why", "time", "~ disk", "~ memory")
-    table = _table("Stages (~ is a rough estimate, other times are those of the last run)", *columns)
+    table = plain_table("Stages (~ is a rough estimate, other times are those of the last run)", *columns)
     for status in plan.statuses:
         cost = plan.costs.get(status.name)
         needed = status.state == "needed"
@@ -151,7 +153,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _room(plan: Plan) -> Table:
-    table = _table("Room", "what", "needed (estimate)", "free")
+    table = plain_table("Room", "what", "needed (estimate)", "free")
     for row in room(plan):
         needed = "unknown until resolve" if row.needed is None else human_bytes(row.needed)
         short = row.needed is not None and row.needed > row.free
@@ -161,18 +163,3 @@ def _room(plan: Plan) -> Table:
 
 def _bytes(number: int | None) -> str:
     return "unknown" if number is None else human_bytes(number)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        header_style="dim",
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-    )
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
