@@ -9,15 +9,17 @@ from typing import Any
 import torch
 
 from slipstream.engine.agreement import RankAgreement, check_same
-from slipstream.engine.capture import slot_name
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
+from slipstream.engine.inject import inject
+from slipstream.engine.injection import parse_injections
 from slipstream.engine.loader import load_target
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.serving.trace_file import pack_trace
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
@@ -88,9 +90,21 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
     return Engine(target, config, proposer, case.capture, agreement)
 
 
-def serve(parallel: TensorParallel, case: Case) -> Served:
-    """Answers all prompts with traces."""
-    return _answer(make_engine(parallel, case), case)
+def serve(parallel: TensorParallel, case: Case, faults: Sequence[str] = ()) -> Served:
+    """Answers all prompts with traces; `faults` are put into the engines, whose ranks compare states as `case` says."""
+    engine = make_engine(parallel, case)
+    inject(engine, parse_injections(faults))
+    if engine.agreement is not None:
+        engine.agreement.compare_states = case.compare_states
+    return _answer(engine, case)
+
+
+def traced(parallel: TensorParallel, case: Case, faults: Sequence[str]) -> list[bytes]:
+    """Traces of all prompts by engines with these faults, packed."""
+    engine = make_engine(parallel, case)
+    inject(engine, parse_injections(faults))
+    answers = engine.generate(case.prompts, case.params, trace=True)
+    return [pack_trace(answer.trace) for answer in answers if answer.trace is not None]
 
 
 def _answer(engine: Engine, case: Case) -> Served:
@@ -120,32 +134,6 @@ def teacher_forced(
     states, teacher = capture_states(target, token_ids, slots, prefill_chunk_tokens=32)
     with torch.inference_mode():
         return target.logits(teacher).clone(), {name: state.clone() for name, state in states.items()}
-
-
-def partial_capture(parallel: TensorParallel, case: Case, rank: int | None, slot: int) -> Served:
-    """As `serve`, but `slot` is captured before its reduce, on `rank` alone (None: on every rank)."""
-    engine = make_engine(parallel, case)
-    if rank is None or rank == parallel.rank:
-        inject_partial_capture(engine.target, slot)
-    return _answer(engine, case)
-
-
-def inject_partial_capture(target: Any, slot: int) -> None:
-    """F5: the state at `slot` is handed out as it was before the all-reduce that finished it."""
-    kept: list[torch.Tensor] = []
-    reduce = target.embed_tokens.reduce if slot == 0 else target.layers[slot - 1].mlp.down_proj.reduce
-    reduce.register_forward_hook(lambda _module, inputs, _output: kept.append(inputs[0] - _output))
-    whole = target.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        out = whole(*args, **kwargs)
-        name = slot_name(slot)
-        if name in out.states:
-            out.states[name] = out.states[name] + kept[-1]
-        kept.clear()
-        return out
-
-    target.forward = forward
 
 
 def facts_of(parallel: TensorParallel, odd_rank: int) -> str:

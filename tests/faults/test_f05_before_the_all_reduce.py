@@ -18,7 +18,7 @@ from slipstream.tasks.parity_target import TargetReference
 CAUGHT = [
     ("F5", "parity (2 and 8 ranks)", "slot 0 equals rank 0's partial sum before the reduce: cosine to its own, to that")
 ]
-JOBS = Path(__file__).with_name("inject_jobs.py")
+JOBS = Path(__file__).parents[1] / "engine" / "parallel_jobs.py"
 SLOTS, K = (0, 2, 3), 2
 BOUNDS = {"max_slot_share": 0.1, "max_argmax_difference": 0.005, "max_tau_gap": 0.1}
 
@@ -26,32 +26,26 @@ BOUNDS = {"max_slot_share": 0.1, "max_argmax_difference": 0.005, "max_tau_gap": 
 class World:
     """A tiny target and draft, and parity's findings of several ranks that serve them."""
 
-    def __init__(self, tiny, root, pool):
+    def __init__(self, tiny, jobs, root, pool):
         self.pool, self.target_dir, self.draft_dir = pool, root / "target", root / "draft"
         self.target = load_target(tiny.save_tiny(self.target_dir), "float32")
         record = DraftRecord(TargetIdentity.from_dir(self.target_dir), Family.LLAMA, "0" * 64)
         save_draft(self.draft_dir, tiny.tiny_draft(self.target, slots=SLOTS), record)
         self.reference = TargetReference(self.target_dir)
         self.prompts = [ParityPrompt(f"p{i}", "validation", ids, 12) for i, ids in enumerate(tiny.prompts(3, high=20))]
-        self.params = [SamplingParams(max_tokens=12, ignore_eos=True) for _ in self.prompts]
+        params = [SamplingParams(max_tokens=12, ignore_eos=True) for _ in self.prompts]
+        prompts = [p.token_ids for p in self.prompts]
+        self.case = jobs.Case(str(self.target_dir), str(self.draft_dir), K, prompts, params, capture=SLOTS)
 
     def findings(self, ranks, *faults):
-        case = {
-            "target": str(self.target_dir),
-            "draft": str(self.draft_dir),
-            "num_steps": K,
-            "prompts": [p.token_ids for p in self.prompts],
-            "params": self.params,
-            "capture": SLOTS,
-        }
-        traces = [unpack_trace(data) for data in self.pool.run(ranks, JOBS, "traced", case, faults)[0]]
+        traces = [unpack_trace(data) for data in self.pool.run(ranks, JOBS, "traced", self.case, faults)[0]]
         networks = {"export": load_draft(self.draft_dir)}
         return examine(self.prompts, traces, self.target, self.reference, networks, SLOTS, K, num_ranks=ranks)
 
 
 @pytest.fixture(scope="module")
-def world(tiny, tmp_path_factory, ranks):
-    return World(tiny, tmp_path_factory.mktemp("ranks"), ranks)
+def world(tiny, load_test_module, tmp_path_factory, ranks):
+    return World(tiny, load_test_module(JOBS), tmp_path_factory.mktemp("ranks"), ranks)
 
 
 @pytest.fixture(scope="module")

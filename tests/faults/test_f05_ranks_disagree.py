@@ -46,14 +46,14 @@ def test_a_partial_state_on_one_rank(ranks, case, clean, rank, slot):
     assert len({served.bits() for served in clean}) == 1
     began = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        ranks.run(RANKS, JOBS, "partial_capture", case, rank, slot)
+        ranks.run(RANKS, JOBS, "serve", case, [f"F5:slot={slot},rank={rank}"])
     print(f"found after {time.monotonic() - began:.1f} s")
     words = f"rank {rank} differs from the other 3 of 4 ranks in the captured states of step 1"
     for each in range(RANKS):
         assert f"rank {each}: {words}" in str(error.value)  # every rank says so, and ends
     assert "before its all-reduce or on some ranks only" in str(error.value)
 
-    served = ranks.run(RANKS, JOBS, "partial_capture", replace(case, compare_states=False), rank, slot)
+    served = ranks.run(RANKS, JOBS, "serve", replace(case, compare_states=False), [f"F5:slot={slot},rank={rank}"])
     assert [s.tokens for s in served] == [s.tokens for s in clean]  # unnoticed: right tokens on every rank
     right = clean[0].tensors[f"slot_{slot}"]
     different = [r for r, s in enumerate(served) if not s.tensors[f"slot_{slot}"].equal(right)]
@@ -62,6 +62,6 @@ def test_a_partial_state_on_one_rank(ranks, case, clean, rank, slot):
 
 def test_a_partial_state_on_every_rank(ranks, case, clean):
     with pytest.raises(RuntimeError, match="differ from the other 1 of 4 ranks in the captured states of step 1"):
-        ranks.run(RANKS, JOBS, "partial_capture", case, None, 0)
-    served = ranks.run(RANKS, JOBS, "partial_capture", replace(case, compare_states=False), None, 0)
+        ranks.run(RANKS, JOBS, "serve", case, ["F5:slot=0"])
+    served = ranks.run(RANKS, JOBS, "serve", replace(case, compare_states=False), ["F5:slot=0"])
     assert [s.tokens for s in served] == [s.tokens for s in clean]
