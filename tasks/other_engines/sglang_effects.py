@@ -15,6 +15,7 @@ from slipstream.tasks.other_engines.sglang_speculation import SPECULATION_RULES
 
 RULES = (*SPECULATION_RULES, *MACHINE_RULES, *NCCL_RULES)
 RUNBOOK = "wrong-flags.md"
+TOLD_WHOLE = 3  # unused keys with value and origin; further ones by name
 # Checks whose findings are rows of the table: F1 and F14 by their own names, the rest together.
 ROW_CHECKS = ("F1", "F14", "launch-line")
 
@@ -78,9 +79,10 @@ def _unused(facts: Facts) -> Iterator[Finding]:
         if key not in kept and asked(facts, key) is not None and (not sglang or flag_of(key) is None)
     )
     if unused:
+        others = unused[TOLD_WHOLE:]
         yield Finding(
             "unused-keys",
-            " and ".join(facts.say(key) for key in unused),
+            " and ".join(map(facts.say, unused[:TOLD_WHOLE])) + (f", and {', '.join(others)}" if others else ""),
             f"keys that server.engine = {deployment.server.engine} has: nothing uses these",
             ("leave them out", *(() if sglang else ("write server.engine: sglang",))),
             severity="warning" if sglang else "error",
