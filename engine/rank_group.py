@@ -1,14 +1,19 @@
 """How ranks on one host find each other: gloo over the loopback, through a store that is never a file on disk."""
 
 import os
+import queue
+import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # rank 0 starts the others before it imports torch
     from slipstream.engine.tensor_parallel import TensorParallel
 
 # Longest wait for a peer within one exchange. A peer that dies is noticed at once; this is for one that hangs.
 PEER_SECONDS = 60.0
+# The same while ranks load, which they do at their own pace: rank 0 alone reads the fingerprint of all weights.
+LOAD_SECONDS = 1800.0
 
 
 def make_store() -> int:
@@ -30,7 +35,7 @@ def connect(
         name: tells groups that meet at one store apart.
         peer_seconds: longest wait for a peer, now and in every exchange.
 
-    Raises PeerLost when one does not come.
+    Raises PeerLost when one does not come. A signal's handler runs meanwhile, in the main thread.
     """
     import torch.distributed as dist
 
@@ -45,7 +50,31 @@ def connect(
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=peer_seconds)
     options._threads = 1
-    try:
-        return TensorParallel(rank, size, dist.ProcessGroupGloo(file, rank, size, options))
-    except RuntimeError as error:
-        raise PeerLost(str(error)) from error
+    group = _aside(lambda: dist.ProcessGroupGloo(file, rank, size, options))
+    if isinstance(group, RuntimeError):
+        raise PeerLost(str(group)) from group
+    return TensorParallel(rank, size, group)
+
+
+def be_patient(parallel: "TensorParallel", peer_seconds: float) -> None:
+    """Changes this rank's longest wait for a peer in every exchange from now on."""
+    if parallel.group is not None:
+        parallel.group._set_default_timeout(timedelta(seconds=peer_seconds))
+
+
+def _aside(make: Callable[[], Any]) -> Any:
+    """What `make` returns, or the RuntimeError that it raises, run in another thread.
+
+    Python handles signals between two bytecodes of the main thread, hence not while that waits for peers in C++: of a
+    rank that dies then, rank 0 would hear when its own wait is over.
+    """
+    result: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            result.put(make())
+        except RuntimeError as error:
+            result.put(error)
+
+    threading.Thread(target=run, name="join the ranks", daemon=True).start()
+    return result.get()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from slipstream.engine.config import MAX_NUM_STEPS
+from slipstream.engine.serving.engine_options import MAX_RANKS
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.other_engines import sglang_effects
@@ -212,6 +213,14 @@ def _ranks(facts: Facts) -> Iterator[Finding]:
             ("write speculation.num_steps, and let the benchmark judge it",),
             severity="warning",
         )
+    if size > MAX_RANKS:
+        yield Finding(
+            "ranks",
+            facts.say("server.tensor_parallel_size"),
+            f"at most {MAX_RANKS} ranks: each is a process of one machine",
+            (f"write server.tensor_parallel_size: {MAX_RANKS} or less",),
+        )
+        return
     if target is None:
         return
     rows = {

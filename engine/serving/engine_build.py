@@ -140,7 +140,7 @@ def probe_model(target: LlamaModel, draft: Eagle3Network | None) -> RowInvarianc
 def _told(options: EngineOptions) -> dict[str, object]:
     """What every rank must find the same before it loads anything."""
     directories = [options.target, *([options.draft] if options.draft else [])]
-    files = [file for name in directories for file in sorted(Path(name).glob("*"))]
+    files = [file for name in directories for file in _weights_and_configs(Path(name)) if file.is_file()]
     return {
         "versions": {name: version(name) for name in ("slipstream", "torch", "safetensors")},
         "options": options,
@@ -209,8 +209,12 @@ def effective_settings(
 
 def directory_fingerprint(directory: Path) -> str:
     """sha256 over names and contents of a directory's JSON and safetensors files."""
-    files = sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")])
+    files = _weights_and_configs(directory)
     return _sha256("\n".join(f"{file.name} {sha256_file(file)}" for file in files))
+
+
+def _weights_and_configs(directory: Path) -> list[Path]:
+    return sorted([*directory.glob("*.json"), *directory.glob("*.safetensors")])
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.injection import parse_injections
 
+# More than any machine has GPUs; past it a typing error would fill the memory with processes.
+MAX_RANKS = 64
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -65,11 +68,11 @@ class EngineOptions:
                 expected="1 or more",
                 do="raise --threads, or leave it out for torch's choice",
             )
-        if self.tensor_parallel_size < 1:
+        if not 1 <= self.tensor_parallel_size <= MAX_RANKS:
             raise SlipstreamError(
                 f"tensor_parallel_size = {self.tensor_parallel_size}",
-                expected="1 or more",
-                do="raise --tensor-parallel-size",
+                expected=f"1 to {MAX_RANKS}: each rank is a process of this machine, with torch in its memory",
+                do="correct --tensor-parallel-size",
             )
         slots = self.capture_slots
         if any(slot < 0 for slot in slots) or len(set(slots)) != len(slots):

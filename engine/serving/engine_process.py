@@ -39,6 +39,7 @@ from slipstream.engine.serving.ranks import Leader, Ranks
 EXIT_FAILED = 1
 LAST_WORDS_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Steppable(Protocol):
@@ -116,7 +117,12 @@ def start_engine_process(options: EngineOptions) -> tuple[subprocess.Popen[bytes
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-P", "-m", "slipstream.engine.serving.engine_process"]
     arguments = [f"--socket={theirs.fileno()}", f"--parent={os.getpid()}", json.dumps(asdict(options))]
-    process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    # Blocked from its first moment, also in its ranks: Ctrl-C goes to all, and what it means is for the front to say.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        process = subprocess.Popen([*command, *arguments], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
     return process, ours
 
@@ -137,7 +143,7 @@ def main() -> None:
     parser.add_argument("options", type=json.loads)
     arguments = parser.parse_args()
     die_with(arguments.parent)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=arguments.socket))
     try:
@@ -154,7 +160,9 @@ def main() -> None:
             channel.flush(LAST_WORDS_SECONDS)
         except BrokenPipeError:
             print(reason, file=sys.stderr)
-        sys.exit(EXIT_FAILED)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)  # at once: a thread may still wait for the other ranks
 
 
 def run(channel: Channel, options: EngineOptions) -> None:

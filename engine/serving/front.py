@@ -139,6 +139,8 @@ class Serving:
         tokenizer = await asyncio.to_thread(ChatTokenizer, self._options.target)
         chat_problem = await asyncio.to_thread(find_chat_problem, tokenizer)
         await self._client.ready.wait()
+        if self._stop_asked:  # too late: the listener may be closed, and nobody is to be told that it is ready
+            return
         self._front.tokenizer, self._front.chat_problem = tokenizer, chat_problem
         self._write_state("ready")
         self._announce()

@@ -9,7 +9,9 @@ import asyncio
 import errno
 import math
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from pathlib import Path
 import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.engine_options import EngineOptions
-from slipstream.engine.serving.engine_process import start_engine_process
+from slipstream.engine.serving.engine_process import STOP_SIGNALS, start_engine_process
 
 EXIT_COULD_NOT_START = 1
 BACKLOG = 512
@@ -125,6 +127,19 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
     return result
 
 
+def stop_at_signals(process: subprocess.Popen[bytes]) -> None:
+    """Until the front handles signals itself, one ends engine and front at once: nobody has been served yet."""
+
+    def stop(*_: object) -> None:
+        process.kill()
+        process.wait()
+        print("slipstream server: stopped", flush=True)
+        os._exit(0)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Binds, starts the engine, serves. Returns the exit code."""
     options = parse_arguments(arguments)
@@ -137,6 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SlipstreamError as error:
         print(f"slipstream server: {error}", file=sys.stderr)
         return EXIT_COULD_NOT_START
+    stop_at_signals(process)
     try:
         from slipstream.engine.serving.front import serve  # slow: it loads while the engine does
 

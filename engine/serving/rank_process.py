@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.engine_options import EngineOptions
-from slipstream.engine.serving.engine_process import EXIT_FAILED, LAST_WORDS_SECONDS, die_with
+from slipstream.engine.serving.engine_process import EXIT_FAILED, LAST_WORDS_SECONDS, STOP_SIGNALS, die_with
 from slipstream.engine.serving.protocol import Channel, Connect, Failed, Here
 from slipstream.engine.serving.ranks import EXIT_PEER_LOST, follow
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("options", type=json.loads)
     told = parser.parse_args(arguments)
     die_with(told.parent)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=told.socket), "rank 0")
     code = 0
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(channel: Channel, rank: int, store: int, options: EngineOptions) -> None:
     """Loads this rank's part and works until rank 0 says stop."""
-    from slipstream.engine.rank_group import connect
+    from slipstream.engine.rank_group import LOAD_SECONDS, PEER_SECONDS, be_patient, connect
     from slipstream.engine.serving.engine_build import build_engine
 
     channel.send(Here())
@@ -51,9 +51,11 @@ def run(channel: Channel, rank: int, store: int, options: EngineOptions) -> None
             return  # rank 0 stops before it began
     parallel = connect(rank, options.tensor_parallel_size, store)
     os.close(store)
+    be_patient(parallel, LOAD_SECONDS)
     engine, _ = build_engine(options, lambda _: None, parallel=parallel)
     gc.collect()
     gc.freeze()
+    be_patient(parallel, PEER_SECONDS)
     follow(engine, channel)
 
 

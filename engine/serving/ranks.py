@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.rank_group import PEER_SECONDS, connect, make_store
+from slipstream.engine.rank_group import LOAD_SECONDS, PEER_SECONDS, be_patient, connect, make_store
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.protocol import Abort, Channel, Connect, Failed, Here, Step, Stop
 
@@ -36,6 +36,10 @@ CULPRIT_SECONDS = 2.0
 LEAVE_SECONDS = 3.0
 
 
+class _RankEnded(BaseException):
+    """Raised wherever rank 0 is when another rank dies. No Exception: no `except` there may take it for its own."""
+
+
 class Ranks:
     """The ranks 1..n - 1.
 
@@ -45,7 +49,8 @@ class Ranks:
     def __init__(self, options: EngineOptions) -> None:
         self.size = options.tensor_parallel_size
         self._store = make_store()
-        self._doing = "starting"
+        self._doing, self._watching = "starting", False
+        self._parallel: TensorParallel | None = None
         self._processes: list[subprocess.Popen[bytes]] = []  # of ranks 1, 2, ..
         self._channels: list[Channel] = []
         for rank in range(1, self.size):
@@ -68,16 +73,21 @@ class Ranks:
         before = signal.signal(signal.SIGCHLD, self._child_ended)
         well = False
         try:
-            self._child_ended()  # one may have ended already
-            yield
-            well = True
-        except RuntimeError as error:
-            from slipstream.kernels.all_gather import PeerLost  # at last: it imports torch
+            try:
+                self._watching = True
+                self._child_ended()  # one may have ended already
+                yield
+                self._watching, well = False, True
+            except RuntimeError as error:
+                from slipstream.kernels.all_gather import PeerLost  # at last: it imports torch
 
-            if not isinstance(error, PeerLost):
-                raise
-            raise self.lost(str(error)) from error
+                if not isinstance(error, PeerLost):
+                    raise
+                raise self.lost(str(error)) from error
+        except _RankEnded:
+            raise self.lost() from None
         finally:
+            self._watching = False
             signal.signal(signal.SIGCHLD, before)
             self._leave(LEAVE_SECONDS if well else 0.0)
 
@@ -96,10 +106,12 @@ class Ranks:
                     do="look at the load of the machine, or lower server.tensor_parallel_size",
                 )
         self.tell(Connect())
-        parallel = connect(0, self.size, self._store)
+        self._doing = "connecting"
+        self._parallel = connect(0, self.size, self._store)
         os.close(self._store)
+        be_patient(self._parallel, LOAD_SECONDS)
         self._doing = "loading"
-        return parallel
+        return self._parallel
 
     def tell(self, message: object) -> None:
         """Sends a message to every rank, without waiting."""
@@ -111,22 +123,28 @@ class Ranks:
 
     def serving(self) -> list[int]:
         """From now on a rank that dies does so while serving. Returns the process ids by rank, this one's first."""
+        assert self._parallel is not None
+        be_patient(self._parallel, PEER_SECONDS)
         self._doing = "serving"
         return [os.getpid(), *(process.pid for process in self._processes)]
 
     def lost(self, reason: str = "") -> SlipstreamError:
         """What ended the group: the rank that died, by signal or with its last words, or those that do not answer."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._watching = False
         deadline = time.monotonic() + CULPRIT_SECONDS
         while not (ended := self._culprits()) and time.monotonic() < deadline:
             time.sleep(0.02)
         expected = "all ranks alive: each holds a part of every layer"
         if not ended:
-            silent = [rank for rank, process in enumerate(self._processes, start=1) if process.poll() is None]
+            silent = {rank: p.pid for rank, p in enumerate(self._processes, start=1) if p.poll() is None}
+            stopped = {rank: pid for rank, pid in silent.items() if _is_stopped(pid)}
+            who = "stopped by a signal (SIGSTOP)" if stopped else "still running, and perhaps stuck"
+            named = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in (stopped or silent).items())
+            seconds = LOAD_SECONDS if self._doing == "loading" else PEER_SECONDS
             return SlipstreamError(
                 f"an exchange between the {self.size} ranks failed while {self._doing}; "
-                f"still running, and perhaps stuck: ranks {silent} ({reason})",
-                expected=f"every rank's answer within {PEER_SECONDS:.0f} s",
+                f"{who}: {named or 'none'} ({reason})",
+                expected=f"every rank's answer within {seconds:.0f} s",
                 do="see what holds them up (stopped processes, memory, load), and start again",
             )
         rank, code = ended[0]
@@ -140,8 +158,8 @@ class Ranks:
         )
 
     def _child_ended(self, *_: object) -> None:
-        if self._culprits():
-            raise self.lost()
+        if self._watching and self._culprits():
+            raise _RankEnded
 
     def _culprits(self) -> list[tuple[int, int]]:
         """(rank, exit code) of those that ended, and not because another one had."""
@@ -170,6 +188,14 @@ class Ranks:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 class Leader:

@@ -55,12 +55,17 @@ CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
     ("draft-shape", {"draft": {"num_heads": 5}}, ("draft.num_heads = 5", "5 heads over 2")),
     (
         "ranks",
-        {"server": {"tensor_parallel_size": 101}, "draft": {"draft_vocab_size": 100}},
+        {"server": {"tensor_parallel_size": 51}, "draft": {"draft_vocab_size": 50}},
         (
-            "server.tensor_parallel_size = 101",
-            "100 rows in the draft's vocabulary",
-            "tensor_parallel_size: 100 or less",
+            "server.tensor_parallel_size = 51",
+            "50 rows in the draft's vocabulary",
+            "tensor_parallel_size: 50 or less",
         ),
+    ),
+    (
+        "ranks",
+        {"server": {"tensor_parallel_size": 65}},
+        ("server.tensor_parallel_size = 65", "at most 64 ranks", "tensor_parallel_size: 64 or less"),
     ),
     ("samples", {"data": {"temperatures": (0.0, 0.7, 0.0)}}, ("temperatures = ", "2 greedy answers")),
     ("unused-keys", {"nccl": {"algo": "Ring"}}, ("nccl.algo = Ring", "server.engine = slipstream")),

@@ -67,6 +67,13 @@ def test_fingerprints_tell_drafts_and_settings_apart(tiny_models, altered):
     assert build(tiny_models)[1]["fingerprint"] == one["fingerprint"]
 
 
+def test_files_that_nobody_reads_play_no_part(tiny_server, tiny_models, tmp_path):
+    shutil.copytree(tiny_models.target, tmp_path / "target")
+    (tmp_path / "target" / "gone.bin").symlink_to("nowhere")
+    (tmp_path / "target" / "gone.json").symlink_to("nowhere")
+    build(tiny_server.Models(tmp_path / "target", tiny_models.draft))
+
+
 def test_the_warm_up_leaves_no_trace(tiny_models):
     engine, _, _ = build(tiny_models)
     stats = engine_stats(engine)

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import json
+import os
+import signal
 import socket
 import threading
 
@@ -37,6 +39,36 @@ def test_flags_that_cannot_be_end_with_an_error(flags, words, capsys, monkeypatc
     error = capsys.readouterr().err
     assert words in error
     assert "expected:" in error
+
+
+def test_an_engine_that_is_ready_too_late_does_not_spoil_the_stop(tmp_path, monkeypatch, capsys):
+    """Asked to stop while it loads: the engine is ready when the listener is closed already."""
+    monkeypatch.setattr("slipstream.engine.serving.front.ChatTokenizer", lambda _: None)
+    monkeypatch.setattr("slipstream.engine.serving.front.find_chat_problem", lambda _: "")
+    ours, theirs = socket.socketpair()
+    listener = socket.create_server(("127.0.0.1", 0))
+    state = tmp_path / "state.json"
+    options = parse_arguments(["--target", str(tmp_path), "--state-file", str(state)])
+
+    async def run() -> int:
+        serving = Serving(options, listener, EngineClient(ours))
+        running = asyncio.create_task(serving.run())
+        while not state.exists():
+            await asyncio.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        while listener.fileno() != -1:
+            await asyncio.sleep(0.01)
+        Channel(theirs).send(Ready({}))
+        await asyncio.sleep(0.1)
+        theirs.close()
+        return await running
+
+    assert asyncio.run(run()) == 0
+    output = capsys.readouterr()
+    assert "stopped" in output.out
+    assert "ready" not in output.out
+    assert not output.err
+    assert not state.exists()
 
 
 def serve_with_a_quick_engine(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,8 @@ from slipstream.engine.engine import Engine, EngineConfig
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.loader import load_target
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.serving.engine_options import MAX_RANKS, EngineOptions
+from slipstream.engine.serving.ranks import Ranks
 
 RANKS = 2
 K = 3
@@ -112,19 +114,92 @@ def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny
     assert '"code":"engine_gone"' in [line for line in lines if line][-1]
 
 
-def test_the_ranks_end_with_the_front(server):
-    pids = httpx.get(f"{server.url}/slipstream/settings", timeout=60).json()["rank_pids"]
-    os.kill(server.process.pid, signal.SIGKILL)
+# What every Python process of the server runs at its start: rank 1 does `what` in place of, or within, `where`.
+SABOTAGE = """
+import os, signal, sys
+if "--rank=1" in sys.orig_argv:
+    from slipstream.engine import rank_group
+    def {where}(*args, **kwargs):
+        {what}
+    connect = rank_group.connect
+    def connect_and_spoil(*args, **kwargs):
+        joined = connect(*args, **kwargs)
+        from slipstream.engine.serving import engine_build
+        engine_build.load_target = load_target
+        return joined
+    rank_group.connect = {at_connect}
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "words"),
+    [
+        ("connect", "os.kill(os.getpid(), signal.SIGKILL)", "was ended by SIGKILL while connecting"),
+        ("load_target", "raise ValueError('no such luck')", "exit code 1 while loading: ValueError: no such luck"),
+    ],
+)
+def test_a_rank_that_dies_at_the_start_is_named(tiny_server, tiny_models, tmp_path, monkeypatch, where, what, words):
+    at_connect = "connect_and_spoil" if where == "load_target" else "spoiled"
+    name = where if where == "load_target" else "spoiled"
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE.format(where=name, what=what, at_connect=at_connect))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with pytest.raises(AssertionError, match="exit code 1") as error:
+        tiny_server.start(tmp_path, tiny_models, K, "--tensor-parallel-size", str(RANKS))
+    assert f"rank 1 of {RANKS} (pid" in str(error.value)
+    assert words in str(error.value)
+    assert not (tmp_path / "state.json").exists()
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def start_and_find_ranks(tiny_server, tiny_models, log: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """A server that only begins to start, and the process ids of its engine and ranks."""
+    command = tiny_server.command(tiny_models, K, "--tensor-parallel-size", str(RANKS))
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while not (ranks := [rank for engine in children(process.pid) for rank in children(engine)]):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return process, [*children(process.pid), *ranks]
+
+
+def test_ctrl_c_while_the_ranks_start_ends_all_quietly(tiny_server, tiny_models, tmp_path):
+    process, pids = start_and_find_ranks(tiny_server, tiny_models, tmp_path / "log")
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(60) == 0
+    seconds_until_gone(pids)
+    assert (tmp_path / "log").read_text() == "slipstream server: stopped\n"
+
+
+def test_the_ranks_end_with_the_front(tiny_server, tiny_models, tmp_path):
+    process, pids = start_and_find_ranks(tiny_server, tiny_models, tmp_path / "log")
+    os.kill(process.pid, signal.SIGKILL)
     print(f"front killed: the ranks were gone after {seconds_until_gone(pids):.2f} s")
-    server.process.wait(60)
+    process.wait(60)
 
 
-def test_a_rank_that_dies_at_the_start_is_named_with_its_last_words(tiny_server, tiny_models, tmp_path):
-    size = ("--tensor-parallel-size", str(RANKS), "--capture-slots", "99")
-    with pytest.raises(AssertionError) as error:
-        tiny_server.start(tmp_path, tiny_models, K, *size)
-    assert "exit code 1" in str(error.value)
-    assert "slots [99] are outside 0..4" in str(error.value)  # whichever rank is first to say so
+def test_no_except_of_rank_0_takes_the_death_of_a_rank_for_its_own():
+    before = set(children(os.getpid()))
+    ranks = Ranks(EngineOptions("/nowhere", None, 0, tensor_parallel_size=2))
+
+    def serve() -> None:
+        with ranks.watched():
+            (pid,) = set(children(os.getpid())) - before
+            try:
+                os.kill(pid, signal.SIGKILL)
+                time.sleep(60)
+            except Exception:
+                pytest.fail("the engine loop would have refused a request for it, and gone on")
+
+    with pytest.raises(SlipstreamError, match=r"rank 1 of 2 \(pid \d+\) was ended by SIGKILL while starting"):
+        serve()
 
 
 def test_threads_are_shared_out():
@@ -132,7 +207,9 @@ def test_threads_are_shared_out():
     cores = len(os.sched_getaffinity(0))
     assert options.threads_per_rank is None
     assert EngineOptions("t", None, 0, tensor_parallel_size=2).threads_per_rank == max(1, cores // 2)
-    assert EngineOptions("t", None, 0, tensor_parallel_size=1000).threads_per_rank == 1
+    assert EngineOptions("t", None, 0, tensor_parallel_size=64).threads_per_rank == 1
     assert EngineOptions("t", None, 0, tensor_parallel_size=2, threads=3).threads_per_rank == 3
-    with pytest.raises(SlipstreamError, match="tensor_parallel_size = 0"):
-        EngineOptions("t", None, 0, tensor_parallel_size=0).check()
+    for size in (-1, 0, MAX_RANKS + 1, 10**9):
+        with pytest.raises(SlipstreamError, match=f"tensor_parallel_size = {size}"):
+            EngineOptions("t", None, 0, tensor_parallel_size=size).check()
+    EngineOptions("t", None, 0, tensor_parallel_size=MAX_RANKS).check()
