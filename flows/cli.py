@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -370,8 +371,16 @@ def show_error(error: SlipstreamError) -> None:
     Console(stderr=True).print(Text.assemble(("error ", "bold red"), str(error)), soft_wrap=True)
 
 
+def _prepare_output() -> None:
+    """What a terminal's encoding lacks is shown escaped; files and pipes are UTF-8, as programs and our loader read."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
+
+
 def main() -> None:
     """The console script."""
+    _prepare_output()
     try:
         app()
     except SlipstreamError as error:

@@ -2,9 +2,15 @@
 
 import codecs
 import re
+import shutil
+import stat
+import tempfile
+import weakref
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import IO
 
 from slipstream.engine.errors import SlipstreamError
 
@@ -24,9 +30,17 @@ class LogFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.torn = path, ""
+        self._kept: IO[bytes] | None = None  # what came through a pipe, which can be read once only
         try:
+            if stat.S_ISCHR(path.stat().st_mode):
+                raise OSError(0, "it is a device")
             with path.open("rb") as file:
-                start = file.read(4)
+                if not file.seekable():
+                    self._kept = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this object)
+                    weakref.finalize(self, self._kept.close)
+                    shutil.copyfileobj(file, self._kept)
+                    self._kept.seek(0)
+                start = (self._kept or file).read(4)
         except OSError as error:
             raise SlipstreamError(
                 f"{path} cannot be read: {error.strerror or error}",
@@ -55,7 +69,9 @@ class LogFile:
 
     def chunks(self) -> Iterator[bytes]:
         """The file's bytes, decompressed."""
-        with self.path.open("rb") as file:
+        if self._kept is not None:
+            self._kept.seek(0)
+        with self.path.open("rb") if self._kept is None else nullcontext(self._kept) as file:
             raw = iter(lambda: file.read(CHUNK), b"")
             if self._utf16:
                 raw = _from_utf16(raw)

@@ -331,3 +331,21 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path, left_over: ModuleTy
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, cwd=world.root)
     os.close(writing)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["import"], ["plan", "--json", "--from-command"]])
+def test_what_programs_read_is_utf8_whatever_the_terminals_encoding(command: list[str]) -> None:
+    """An ASCII terminal, and an argument that holds a byte of no encoding: no crash, and nothing read as another."""
+    line = b"python3 -m sglang.launch_server --model-path /m --served-model-name '\xc3\xa9\xff'"
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "slipstream.flows.cli", *command, line],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
+    )
+    assert b"Traceback" not in done.stderr
+    text = done.stdout.decode("utf-8")
+    if command == ["import"]:
+        assert yaml.safe_load(text)["sglang"]["served_model_name"] == "\xe9\udcff"
+    else:
+        values = {entry["key"]: entry["value"] for entry in json.loads(text)["values"]}
+        assert values["sglang.served_model_name"] == "\xe9\udcff"

@@ -3,6 +3,8 @@
 import contextlib
 import gzip
 import json
+import os
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -63,6 +65,26 @@ def test_bytes_of_no_encoding_colours_and_line_ends(logs, plain, tmp_path, expec
 def test_a_log_in_utf16_as_powershell_redirects_it(plain, tmp_path, expected, encoding):
     (tmp_path / "a.log").write_bytes(("\ufeff" + "\r\n".join(plain)).encode(encoding))
     assert key(tmp_path / "a.log") == expected
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_comes_through_a_pipe_is_read_from_its_first_line_on(logs, plain, tmp_path, expected, packed):
+    """A pipe can be read once: nothing of it may go into finding out what it is."""
+    data = "\n".join([*[f"filler {i}" for i in range(20_000)], *plain, ""]).encode()
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=[gzip.compress(data) if packed else data])
+    writer.start()
+    read = read_file(tmp_path / "pipe")
+    writer.join()
+    run = figures(read, version="0.5.9")
+    assert (run.num_steps, round(run.accept_length, 9), round(run.round_ms, 9)) == expected
+    whole = read_file(logs.write(tmp_path / "a.log", data.decode().splitlines()))
+    assert (read.section.line, read.section.lengths.lines) == (whole.section.line, whole.section.lengths.lines)
+
+
+def test_a_device_is_no_log():
+    with pytest.raises(SlipstreamError, match="/dev/zero cannot be read: it is a device"):
+        read_file(Path("/dev/zero"))
 
 
 def test_what_is_no_text_reaches_no_terminal(tmp_path):
