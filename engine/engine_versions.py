@@ -48,7 +48,7 @@ READ_IN_PART: dict[Engine, tuple[str, ...]] = {
     Engine.VLLM: (),
 }
 
-_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", re.IGNORECASE)
+_RELEASE = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", re.IGNORECASE | re.ASCII)
 # What else people call a version, the first that fits. None of these says which source is running.
 _NO_RELEASE = (
     (re.compile(r"^g?[0-9a-f]{7,40}$", re.IGNORECASE), "a commit"),

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from slipstream.engine.engine_versions import Engine
@@ -13,6 +14,7 @@ from slipstream.tasks.explain_log.read import ReadFile
 from slipstream.tasks.explain_log.width import Width, find_width
 from slipstream.tasks.other_engines.metric_definitions import RUNBOOK, accept_length_from_rate
 
+PRINTED_SHARE = 0.001  # three decimals a line, added up
 _NAMED = re.compile(r"^\s*(?:sglang|vllm)\s*[=@-]*\s*", re.IGNORECASE)  # "sglang==0.5.9"
 
 
@@ -133,7 +135,8 @@ def figures(
     notes = [*read.notes, *section.notes]
     width = find_width(section, stated)
     length, rounds = _length(section, stated, width)
-    error, error_from = _standard_error(section)
+    positions = _believed(section)
+    error, error_from = _standard_error(section, positions)
     speed = _speed(section, notes)
     if section.width_adjusted:
         notes.append("the server warned that it set the width to steps + 1, without naming either value")
@@ -157,7 +160,7 @@ def figures(
         rounds=rounds,
         rate_printed=section.fit.rate if section.fit.pairs else None,
         rate_meaning=_meaning(width),
-        joint=_joint(section.positions, width.num_steps, length),
+        joint=_joint(positions, width.num_steps, length),
         tree=(section.effective.topk or section.asked.topk or 1) > 1,
         running=speed[0],
         tokens_per_second=speed[1],
@@ -205,9 +208,25 @@ def _length(section: Section, version: str | None, width: Width) -> tuple[float,
     return accept_length_from_rate(Engine.SGLANG, version, section.fit.rate, width.verify_width), None
 
 
-def _standard_error(section: Section) -> tuple[float | None, str]:
-    """Of the accept length: from counts of rounds, else from the scatter between printed lines."""
+def _believed(section: Section) -> Positions | None:
+    """Counts per position, where they can be what they are called: they never rise with the position, and their sum is
+    the number of accepted drafts. Else they are refused, and None."""
     positions = section.positions
+    if positions is None or not positions.rounds:
+        return None
+    off = 2 * PRINTED_SHARE * positions.rounds if section.source == "log" else 0.0
+    rising = any(later > earlier + off for earlier, later in pairwise([positions.rounds, *positions.hits]))
+    same_rounds = section.source != "log" and positions.rounds == section.rounds  # counts of the very same rounds
+    counted = not same_rounds or section.accepted in (None, positions.accepted)
+    if counted and not rising:
+        return positions
+    why = "rise with the position" if rising else f"add up to {positions.accepted:g}, not to {section.accepted:g}"
+    section.refuse(f"accepted drafts by position {why}: no A_k from them")
+    return None
+
+
+def _standard_error(section: Section, positions: Positions | None) -> tuple[float | None, str]:
+    """Of the accept length: from counts of rounds, else from the scatter between printed lines."""
     if positions and positions.rounds > 1 and section.source != "log":
         shares = [hits / positions.rounds for hits in positions.hits]
         mean_square = sum((2 * k - 1) * share for k, share in enumerate(shares, start=1))

@@ -135,6 +135,9 @@ def _value(word: Word, field: FieldInfo) -> Any:
 def _source(values: Values, revision: str | None, problems: list[Problem]) -> None:
     """A target on a hub as hf://ORG/NAME@REVISION. A path is a path, as SGLang sees it: when it is there."""
     source, origin = values.get("target.source", ("", _origin("")))
+    if revision is not None and not revision.strip():
+        problems.append(_problem(Trouble(REVISION.name, f"{REVISION.name} is empty", "a revision, or no such flag")))
+        return
     if source and _HUB.fullmatch(source) and not Path(source).is_dir():
         values["target.source"] = (f"hf://{source}@{revision or 'main'}", origin)
     elif revision is not None:

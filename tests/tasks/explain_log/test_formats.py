@@ -417,3 +417,26 @@ def test_counters_below_zero_are_damaged(logs, tmp_path):
     run = run_of(logs.write(tmp_path / "a.prom", page))
     assert run.engine == "vllm"
     assert "1 damaged lines are left out" in run.notes
+
+
+def test_counts_by_position_that_cannot_be_give_no_joint(logs, tmp_path):
+    """The first k drafts are accepted at least as often as the first k + 1, and all of them add up."""
+    clean = run_of(logs.write(tmp_path / "a.prom", logs.vllm_page([4, 3, 2, 1])))
+    assert clean.joint == pytest.approx((0.6, 0.3, 0.1))
+    page = "\n".join(logs.vllm_page([4, 3, 2, 1]))
+    first = next(line for line in page.splitlines() if "per_pos" in line and 'position="0"' in line)
+    for value, words in (
+        ("1.0", "rise with the position"),
+        ("11.0", "rise with the position"),
+        ("7.0", "add up to 11"),
+    ):
+        broken = page.replace(first, first.rpartition(" ")[0] + f" {value}")
+        run = run_of(logs.write(tmp_path / "b.prom", broken.splitlines()))
+        assert (run.joint, run.accept_length) == (None, clean.accept_length)
+        assert any(words in refused for refused in run.refused)
+    some = logs.request([4, 3, 2, 1], 3)  # a request without its histogram beside one that has it
+    bare = {"meta_info": {k: v for k, v in some["meta_info"].items() if "histogram" not in k}}
+    assert run_of(logs.write_json(tmp_path / "a.json", [some, bare])).joint == pytest.approx((0.6, 0.3, 0.1))
+    log = [line.replace("0.600, 0.300, 0.100", "0.100, 0.300, 0.600") for line in logs.vllm_lines([4, 3, 2, 1])]
+    assert run_of(logs.write(tmp_path / "a.log", logs.vllm_lines([4, 3, 2, 1]))).joint == pytest.approx((0.6, 0.3, 0.1))
+    assert run_of(logs.write(tmp_path / "b.log", log)).joint is None

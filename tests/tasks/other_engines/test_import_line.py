@@ -310,6 +310,7 @@ def test_any_text_survives_the_file(tmp_path: Path, value: str) -> None:
         (f"{PLAIN} --tokenizer-path=$T", ("--tokenizer-path $T: a variable",)),
         (f"NCCL_ALGO=$A {PLAIN}", ("NCCL_ALGO $A: a variable",)),
         (f"{PLAIN} --tokenizer-path /t\u00a0--dtype half", ("U+00A0",)),
+        ("sglang serve --model-path a/b --revision ''", ("--revision is empty",)),
         (f"{PLAIN} --served-model-name -x", ("--served-model-name has no value",)),
         (f"NCCL_ALGO=Ring; {PLAIN}", ("NCCL_ALGO is set, and not exported",)),
         (f"NCCL_ALGO=Ring\n{PLAIN}", ("NCCL_ALGO is set, and not exported", "export NCCL_ALGO=...")),
