@@ -53,6 +53,13 @@ class Injection:
         words = {"slot": self.slot, "rank": self.rank, "kind": self.kind}
         return f"{self.fault}:" + ",".join(f"{key}={value}" for key, value in words.items() if value is not None)
 
+    def contradicts(self, other: "Injection") -> bool:
+        """Whether both bend the same: all kinds of F5 or F6 the states of a slot, each kind of the others its own."""
+        if self.fault != other.fault:
+            return False
+        same = [a is None or b is None or a == b for a, b in ((self.slot, other.slot), (self.rank, other.rank))]
+        return all(same) and (self.kind == other.kind or "slot" in KEYS[self.fault])
+
     @property
     def meaning(self) -> str:
         return INJECTABLE[self.fault][self.kind]
@@ -63,12 +70,15 @@ def parse_injection(text: str) -> Injection:
     fault, _, rest = text.strip().partition(":")
     if fault not in INJECTABLE:
         raise _unknown(text, f"there is no {fault or 'fault'} to inject")
-    values = {"kind": next(iter(INJECTABLE[fault]))}
+    values: dict[str, str] = {}
     for pair in rest.split(",") if rest else []:
         key, equals, value = pair.partition("=")
         if not equals or key not in KEYS[fault]:
             raise _unknown(text, f"{pair!r} says nothing of {fault}, which knows {', '.join(sorted(KEYS[fault]))}")
+        if key in values:
+            raise _unknown(text, f"{key} is given twice")
         values[key] = value
+    values.setdefault("kind", next(iter(INJECTABLE[fault])))
     if values["kind"] not in INJECTABLE[fault]:
         hint = NOT_IN_A_SERVER.get(f"{fault}:kind={values['kind']}", "")
         raise _unknown(text, f"{fault} has no kind {values['kind']!r}" + (f": {hint}" if hint else ""))
@@ -83,8 +93,15 @@ def parse_injection(text: str) -> Injection:
 
 
 def parse_injections(texts: Sequence[str]) -> tuple[Injection, ...]:
-    """Several. Raises UnknownInjection."""
-    return tuple(parse_injection(text) for text in texts)
+    """Several. Raises UnknownInjection, also where two bend the same thing: names swapped twice are right again."""
+    injections: list[Injection] = []
+    for text in texts:
+        new = parse_injection(text)
+        for old in injections:
+            if new.contradicts(old):
+                raise _unknown(text, f"{old} is injected already, and it bends the same")
+        injections.append(new)
+    return tuple(injections)
 
 
 def injectable() -> str:

@@ -86,11 +86,29 @@ def test_what_a_server_cannot_have_is_refused(examined):
         ("F5:slot=2,kind=odd", "F5 has no kind 'odd'"),
         ("F6:layer=2", "'layer=2' says nothing of F6"),
         ("F19:kind=untrained", "training.num_steps: 1"),
+        ("F5:slot=2,slot=3", "slot is given twice"),
+        ("F3 F3", "F3:kind=order is injected already"),  # names swapped twice are right: nothing to be found
+        ("F5:slot=2 F5:slot=2,kind=normed", "F5:slot=2,kind=partial is injected already"),
+        ("F6:slot=1 F6:kind=frozen", "F6:slot=1,kind=stale is injected already"),
     ],
 )
 def test_an_unknown_fault_lists_what_there_is(text, words):
     with pytest.raises(UnknownInjection) as caught:
-        parse_injections([text])
+        parse_injections(text.split())
     assert words in caught.value.found
     assert "F19:kind=rope" in caught.value.expected
     assert "F6:slot=...,rank=...,kind=stale" in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "F3 F3:kind=features",
+        "F5:slot=1 F5:slot=2",
+        "F5:slot=1 F6:slot=1",
+        "F6:rank=0 F6:rank=1",
+        "F19 F19:kind=rope",
+    ],
+)
+def test_faults_of_different_things_go_together(text):
+    assert len(parse_injections(text.split())) == 2
