@@ -49,6 +49,7 @@ def test_spellings(text, shown):
         ("9f2c1d4", "a commit"),
         ("9f2c1d4e8a0b3c5d7e9f1a2b3c4d5e6f7a8b9c0d", "a commit"),
         ("five", "not the name of a release"),
+        ("\uff10.5.14", "not the name of a release"),
     ],
 )
 def test_no_release(text, words):
