@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -280,3 +281,15 @@ def test_engine_and_kernels_import_without_orchestration_and_configuration(tmp_p
     blocked = ORCHESTRATION | {"typer", "pydantic_settings"}
     done = run_without(tmp_path, blocked, code, *modules)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_package_is_installed():
+    """What pyproject.toml does not list is missing from the wheel, and an editable install hides it."""
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    rooms = ("flows", "tasks", "engine", "kernels", "configs")
+    found = {
+        ".".join(("slipstream", *path.parent.relative_to(ROOT).parts))
+        for room in rooms
+        for path in (ROOT / room).rglob("*.py")
+    }
+    assert found == listed - {"slipstream.tests"}
