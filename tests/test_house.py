@@ -286,10 +286,9 @@ def test_engine_and_kernels_import_without_orchestration_and_configuration(tmp_p
 def test_every_package_is_installed():
     """What pyproject.toml does not list is missing from the wheel, and an editable install hides it."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
-    rooms = ("flows", "tasks", "engine", "kernels", "configs")
     found = {
         ".".join(("slipstream", *path.parent.relative_to(ROOT).parts))
-        for room in rooms
+        for room in ROOMS
         for path in (ROOT / room).rglob("*.py")
     }
     assert found == listed - {"slipstream.tests"}

@@ -58,8 +58,9 @@ def test_an_engine_that_is_ready_too_late_does_not_spoil_the_stop(tmp_path, monk
         os.kill(os.getpid(), signal.SIGTERM)
         while listener.fileno() != -1:
             await asyncio.sleep(0.01)
-        Channel(theirs).send(Ready({}))
-        await asyncio.sleep(0.1)
+        channel = Channel(theirs)
+        channel.send(Ready({}))
+        await asyncio.to_thread(channel.receive, wait=True)  # until it is told to stop
         theirs.close()
         return await running
 
