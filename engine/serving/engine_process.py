@@ -152,17 +152,22 @@ def main() -> None:
         print("slipstream engine: the HTTP front is gone; the engine ends", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        if not isinstance(error, SlipstreamError):
-            traceback.print_exc()
-        reason = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
-        try:
-            channel.send(Failed(reason))
-            channel.flush(LAST_WORDS_SECONDS)
-        except BrokenPipeError:
-            print(reason, file=sys.stderr)
+        say_why(channel, error)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_FAILED)  # at once: a thread may still wait for the other ranks
+
+
+def say_why(channel: Channel, error: Exception) -> None:
+    """The last words of a process that ends with an error: to its parent, or to the log when that is gone."""
+    if not isinstance(error, SlipstreamError):
+        traceback.print_exc()
+    reason = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
+    try:
+        channel.send(Failed(reason))
+        channel.flush(LAST_WORDS_SECONDS)
+    except BrokenPipeError:
+        print(reason, file=sys.stderr)
 
 
 def run(channel: Channel, options: EngineOptions) -> None:

@@ -7,13 +7,11 @@ import os
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Sequence
 
-from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.engine_options import EngineOptions
-from slipstream.engine.serving.engine_process import EXIT_FAILED, LAST_WORDS_SECONDS, STOP_SIGNALS, die_with
-from slipstream.engine.serving.protocol import Channel, Connect, Failed, Here
+from slipstream.engine.serving.engine_process import EXIT_FAILED, STOP_SIGNALS, die_with, say_why
+from slipstream.engine.serving.protocol import Channel, Connect, Here
 from slipstream.engine.serving.ranks import EXIT_PEER_LOST, follow
 
 
@@ -34,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         code = EXIT_FAILED  # rank 0 is gone, and has said why
     except Exception as error:
-        code = _say_why(channel, error)
+        code = _exit_code(channel, error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # at once: threads of the process group may still wait for a peer
@@ -59,19 +57,12 @@ def run(channel: Channel, rank: int, store: int, options: EngineOptions) -> None
     follow(engine, channel)
 
 
-def _say_why(channel: Channel, error: Exception) -> int:
+def _exit_code(channel: Channel, error: Exception) -> int:
     from slipstream.kernels.all_gather import PeerLost
 
     if isinstance(error, PeerLost):
         return EXIT_PEER_LOST
-    if not isinstance(error, SlipstreamError):
-        traceback.print_exc()
-    reason = str(error) if isinstance(error, SlipstreamError) else f"{type(error).__name__}: {error}"
-    try:
-        channel.send(Failed(reason))
-        channel.flush(LAST_WORDS_SECONDS)
-    except BrokenPipeError:
-        print(reason, file=sys.stderr)
+    say_why(channel, error)
     return EXIT_FAILED
 
 

@@ -1,7 +1,7 @@
 """A file of any known kind -> its sections. Logs are streamed; a restart in a log begins a new section."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -126,10 +126,13 @@ class _LogReader:
             self.sections.append(section)
         return taken
 
-    def _begin(self, engine: EngineName, number: int, again=lambda section: False) -> Section:  # type: ignore[no-untyped-def]
-        """The section that a start-up line belongs to: a new one when the last has figures, or began the same way."""
+    def _begin(self, engine: EngineName, number: int, again: Callable[[Section], bool] | None = None) -> Section:
+        """The section that a start-up line belongs to: a new one when the last has figures, or began the same way.
+
+        again: whether the line repeats what the last section began with; None: it never does.
+        """
         current = self.sections[-1] if self.sections else None
-        if current and current.engine == engine and not _ran(current) and not again(current):
+        if current and current.engine == engine and not _ran(current) and not (again and again(current)):
             return current
         self.sections.append(Section(engine, "log", number))
         self._sglang, self._vllm = sglang_lines.DecodeLines(), vllm_lines.SpecLines()
