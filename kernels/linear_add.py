@@ -1,0 +1,17 @@
+"""Last step of a block: linear layer, and the add of its output to the residual stream."""
+
+import torch
+
+from slipstream.kernels.linear import linear
+from slipstream.kernels.stream import Stream
+
+
+def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream) -> Stream:
+    """The stream with x W^T added; the product is rounded to the dtype of `weight` before the add.
+
+    Args:
+        x: [M, K].
+        weight: [h, K].
+        stream: M rows of width h; left as it is.
+    """
+    return Stream(stream.rows + linear(x, weight))

@@ -1,0 +1,21 @@
+"""First half of a SwiGLU block: norm, the gate and up projections, silu(gate) * up."""
+
+import torch
+
+from slipstream.kernels.norm_linear import norm_linear
+from slipstream.kernels.silu_mul import silu_mul
+from slipstream.kernels.stream import Norm, Stream
+
+
+def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+    """silu(g) * u with [g; u] = norm(x) W^T; g and u are rounded to the dtype of `weight` first.
+
+    Args:
+        stream: M rows of width h.
+        norm: of the block.
+        weight: [2 I, h], gate rows first.
+
+    Returns:
+        [M, I].
+    """
+    return silu_mul(norm_linear(stream, norm, weight))  # [M, 2I] -> [M, I]

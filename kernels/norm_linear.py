@@ -1,0 +1,26 @@
+"""Linear layer that reads the residual stream through a norm."""
+
+import torch
+
+from slipstream.kernels.linear import linear
+from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.stream import Norm, Stream
+
+
+def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torch.Tensor:
+    """y = norm(x) W^T.
+
+    Args:
+        stream: M rows of width K.
+        norm: None: the rows are read as they are.
+        weight: [N, K].
+
+    Returns:
+        [M, N].
+    """
+    return linear(normed(stream, norm), weight)
+
+
+def normed(stream: Stream, norm: Norm | None) -> torch.Tensor:
+    """What the matrix product reads: [M, K]."""
+    return stream.rows if norm is None else rms_norm(stream.rows, norm.weight, norm.eps)
