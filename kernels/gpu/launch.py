@@ -1,0 +1,26 @@
+"""How kernels are launched: programmatic dependent launch (PDL), and what the card at hand is."""
+
+import functools
+import os
+
+import torch
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def capability() -> int:
+    """Compute capability of the current card as 10 * major + minor; 90 in Triton's interpreter, which has no card."""
+    if INTERPRET:
+        return 90
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor
+
+
+def pdl_enabled() -> bool:
+    """Whether a kernel may start while the one before it still runs, up to its `gdc_wait`.
+
+    Every kernel of a chain must wait, even one that reads nothing of its predecessor's: the kernel behind it relies on
+    everything before it being done. SLIPSTREAM_PDL=0 turns it off; results must be the same bits.
+    """
+    return not INTERPRET and capability() >= 90 and os.environ.get("SLIPSTREAM_PDL", "1") != "0"
