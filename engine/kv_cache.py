@@ -27,23 +27,24 @@ class KVCache:
         shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
-    def view(self, block_table: torch.Tensor) -> "PagedKV":
-        """block_table: [B, blocks_per_sequence] int64, of the requests of a step."""
-        return PagedKV(self, block_table)
+    def view(self, block_table: torch.Tensor, prefill: bool = False) -> "PagedKV":
+        """block_table: [B, blocks_per_sequence] int64, of the requests of a step; prefill: its rows are prompts'."""
+        return PagedKV(self, block_table, prefill)
 
     def read(self, blocks: list[int], length: int) -> torch.Tensor:
         """Copy of the first `length` positions held by `blocks`: [layers, length, 2, kv_heads, head_dim]."""
-        index = torch.tensor(blocks)
+        index = torch.tensor(blocks, device=self.layers[0].device)
         return torch.stack([layer[index].flatten(0, 1)[:length] for layer in self.layers])
 
 
 @dataclass(frozen=True)
 class PagedKV:
-    """A cache and the block table [B, blocks_per_sequence] of the requests in a step."""
+    """A cache, the block table [B, blocks_per_sequence] of the requests in a step, and whether it runs prompts."""
 
     cache: KVCache
     block_table: torch.Tensor
+    prefill: bool = False
 
     def rows(self, positions: torch.Tensor) -> AttentionRows:
         """What every layer needs to know about rows at `positions` [B, R] (-1 marks padding)."""
-        return plan_rows(self.block_table, positions, self.cache.block_size)
+        return plan_rows(self.block_table, positions, self.cache.block_size, self.prefill)

@@ -11,7 +11,12 @@ BLOCK_SIZE = 4
 
 
 def attention_by_loop(
-    q: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], positions: torch.Tensor, scale: float
+    q: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """q [B, R, heads, d]; keys[b], values[b] [T, kv_heads, d] by position -> [B, R, heads, d] fp64."""
     out = torch.zeros(q.shape, dtype=torch.float64)
@@ -21,8 +26,9 @@ def attention_by_loop(
             last = int(positions[b, r])
             if last < 0:
                 continue  # padding
+            seen = slice(0 if window is None else max(0, last + 1 - window), last + 1)
             for head in range(q.shape[2]):
-                k, v = keys[b][: last + 1, head // group].double(), values[b][: last + 1, head // group].double()
+                k, v = keys[b][seen, head // group].double(), values[b][seen, head // group].double()
                 weights = [math.exp(float(q[b, r, head].double() @ key) * scale) for key in k]
                 out[b, r, head] = sum(w * value for w, value in zip(weights, v, strict=True)) / sum(weights)
     return out
@@ -73,6 +79,30 @@ def test_attention_is_the_loop(
     want = attention_by_loop(q, case.keys, case.values, positions, 0.3)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 2e-5
     torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 9, 100])
+@pytest.mark.parametrize("num_rows", [1, 4])
+def test_a_window_is_the_loop_over_it(num_rows: int, window: int) -> None:
+    case = Case(3, (4, 2, 16), torch.float32)
+    case.write(torch.arange(20).expand(3, -1))
+    positions = torch.tensor([[7], [0], [14]]) + torch.arange(num_rows)
+    q = case.random(3, num_rows, 4, 16)
+    rows = plan_rows(case.table, positions, BLOCK_SIZE)
+    got = paged_attention(q, case.cache, rows, 0.3, window)
+    want = attention_by_loop(q, case.keys, case.values, positions, 0.3, window)
+    torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=2e-5)
+    # The same rows serve layers with and without a window.
+    want = attention_by_loop(q, case.keys, case.values, positions, 0.3)
+    torch.testing.assert_close(paged_attention(q, case.cache, rows, 0.3).double(), want, atol=2e-5, rtol=2e-5)
+
+
+def test_a_plan_needs_no_values() -> None:
+    """Of tensors without storage: nothing in it waits for the device, so that a CUDA graph can hold it."""
+    table, positions = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64)
+    rows = plan_rows(table.to("meta"), positions.to("meta"), BLOCK_SIZE, prefill=True)
+    assert rows.write_index.shape == (6,)
+    assert rows.prefill
 
 
 def test_padding_rows_write_to_the_dummy_block_only() -> None:
