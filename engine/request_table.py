@@ -1,27 +1,36 @@
 """The state of running requests on the device: preallocated tensors, one row a request slot."""
 
+import struct
+
 import torch
 
 from slipstream.engine.block_manager import DUMMY_BLOCK
+from slipstream.engine.errors import SlipstreamError
+from slipstream.kernels.sampling import RowParams, SamplingBatch
+
+# Rows of `RequestTable._scalars`, in this order; top_p stands in its bits.
+_NUM_SCALARS = 7
 
 
 class RequestTable:
-    """Owner of the tokens, lengths and block tables that rounds read and write.
+    """Owner of the tokens, lengths, block tables and sampling parameters that rounds read and write.
 
     Args:
-        num_slots: requests at a time (S).
+        num_slots: requests at a time (S). One row more is allocated: `dummy_slot`, length 0, all its blocks the dummy
+            block, greedy. Padding rows of a batch name it.
         max_tokens: most committed tokens of a request.
         num_blocks: blocks of a request, at most.
         num_steps: K.
         feature_size: width of the draft's features, 0 where no draft reads any.
 
-    Fields:
-        tokens: [S, max_tokens + K + 1] int64, committed tokens, then leftovers.
-        lengths: [S] int64, committed tokens.
-        limits: [S] int64, most committed tokens.
-        block_table: [S, num_blocks] int64.
-        features: [S, K + 1, F], of the newly committed positions that the draft has not absorbed yet.
-        num_fresh: [S] int64, how many of those there are.
+    Fields, S + 1 rows each:
+        tokens: [S + 1, max_tokens + K + 1] int64, committed tokens, then leftovers.
+        lengths: [S + 1] int64, committed tokens.
+        limits: [S + 1] int64, most committed tokens.
+        block_table: [S + 1, num_blocks] int64.
+        features: [S + 1, K + 1, F], of the newly committed positions that the draft has not absorbed yet.
+        num_fresh: [S + 1] int64, how many of those there are.
+        temperature: [S + 1] fp32; top_k, seed, choice: [S + 1] int64; top_p: [S + 1] fp64. As in `SamplingBatch`.
     """
 
     def __init__(
@@ -34,27 +43,64 @@ class RequestTable:
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
-        self.num_steps = num_steps
+        self.num_steps, self.dummy_slot = num_steps, num_slots
+        rows = num_slots + 1
         with torch.device(device):
-            self.tokens = torch.zeros(num_slots, max_tokens + num_steps + 1, dtype=torch.int64)
-            self.lengths = torch.zeros(num_slots, dtype=torch.int64)
-            self.limits = torch.zeros(num_slots, dtype=torch.int64)
-            self.block_table = torch.full((num_slots, num_blocks), DUMMY_BLOCK, dtype=torch.int64)
-            self.features = torch.zeros(num_slots, num_steps + 1, feature_size, dtype=dtype)
-            self.num_fresh = torch.zeros(num_slots, dtype=torch.int64)
+            self.tokens = torch.zeros(rows, max_tokens + num_steps + 1, dtype=torch.int64)
+            self.block_table = torch.full((rows, num_blocks), DUMMY_BLOCK, dtype=torch.int64)
+            self.features = torch.zeros(rows, num_steps + 1, feature_size, dtype=dtype)
+            self.temperature = torch.zeros(rows, dtype=torch.float32)
+            self._scalars = torch.zeros(_NUM_SCALARS, rows, dtype=torch.int64)
             self.offsets = torch.arange(num_steps + 1)  # 0..K, the columns of a round
+        # Each a contiguous view, so that one copy fills a column: a request's row of all of them.
+        self.lengths, self.limits, self.num_fresh, self.top_k, self.seed, self.choice = self._scalars[:6]
+        self.top_p = self._scalars[6].view(torch.float64)
+        self.top_p.fill_(1.0)
 
-    def occupy(self, slot: int, prompt_ids: list[int], limit: int, blocks: list[int]) -> None:
-        """A request moves in. Its whole prompt is committed; prefill brings it into the caches."""
-        device = self.tokens.device
-        self.tokens[slot, : len(prompt_ids)] = torch.tensor(prompt_ids, device=device)
-        self.lengths[slot], self.limits[slot], self.num_fresh[slot] = len(prompt_ids), limit, 0
-        self.block_table[slot] = DUMMY_BLOCK
-        self.block_table[slot, : len(blocks)] = torch.tensor(blocks, device=device)
+    def occupy(
+        self,
+        slot: int,
+        prompt_ids: list[int],
+        limit: int,
+        blocks: list[int],
+        params: RowParams | None = None,
+        choice: int = 0,
+    ) -> None:
+        """A request moves in. Its whole prompt is committed; prefill brings it into the caches.
+
+        Args:
+            slot: a free one.
+            prompt_ids: the prompt.
+            limit: most committed tokens.
+            blocks: its KV blocks.
+            params: its sampling parameters, seed drawn; None: greedy.
+            choice: its choice index.
+
+        One copy to the device, which waits for nothing; what is in flight there keeps running.
+        """
+        padded = blocks + [DUMMY_BLOCK] * (self.block_table.shape[1] - len(blocks))
+        sampling = _pack(params, choice)
+        packed = self._to_device([len(prompt_ids), limit, 0, *sampling, *padded, *prompt_ids])
+        sizes = (_NUM_SCALARS, 1, len(padded), len(prompt_ids))
+        scalars, temperature, block_row, prompt = packed.split(sizes)
+        self._scalars[:, slot] = scalars
+        self.temperature[slot] = temperature.view(torch.float64)[0]
+        self.block_table[slot] = block_row
+        self.tokens[slot, : len(prompt_ids)] = prompt
+
+    def set_sampling(self, slot: int, params: RowParams | None, choice: int = 0) -> None:
+        """Other sampling parameters for the request at `slot`; None: greedy."""
+        packed = self._to_device(_pack(params, choice))
+        self._scalars[3:, slot] = packed[:-1]
+        self.temperature[slot] = packed[-1:].view(torch.float64)[0]
+
+    def sampling(self, slots: torch.Tensor) -> SamplingBatch:
+        """The sampling parameters of the requests at `slots` [B] int64, read when a step uses them."""
+        return SamplingBatch(self.temperature, self.top_k, self.top_p, self.seed, self.choice, slots=slots)
 
     def clear(self, slot: int) -> None:
         """A request moves out; a stale row must not point at blocks that are somebody else's by now."""
-        self.lengths[slot], self.limits[slot], self.num_fresh[slot] = 0, 0, 0
+        self._scalars[:3, slot] = 0  # length, limit, fresh
         self.block_table[slot] = DUMMY_BLOCK
 
     def commit(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
@@ -62,3 +108,26 @@ class RequestTable:
         columns = self.lengths[slots, None] + self.offsets[: tokens.shape[1]]  # [B, r]
         self.tokens[slots[:, None], columns] = tokens  # what lies behind the count is overwritten by the next round
         self.lengths[slots] += counts
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        """[n] int64 on the table's device. From pinned memory, whose allocator keeps it until the copy is done."""
+        host = torch.tensor(values, dtype=torch.int64)
+        if not self.tokens.is_cuda:
+            return host
+        return host.pin_memory().to(self.tokens.device, non_blocking=True)
+
+
+def _pack(params: RowParams | None, choice: int) -> list[int]:
+    """top_k, seed, choice, top_p (fp64 bits), temperature (fp64 bits)."""
+    if params is None:
+        return [0, 0, choice, _bits(1.0), 0]
+    if params.temperature > 0 and params.seed is None:
+        raise SlipstreamError(
+            "a request has temperature > 0 and no seed", expected="a seed, drawn when it arrives", do="call with_seed"
+        )
+    return [params.top_k, params.seed or 0, choice, _bits(params.top_p), _bits(params.temperature)]
+
+
+def _bits(value: float) -> int:
+    """A float's 64 bits as a signed integer."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from slipstream.kernels import sampling as module
+from slipstream.kernels import gumbel_noise as noise_module
+from slipstream.kernels import logit_filters
 from slipstream.kernels.sampling import (
     SamplingBatch,
     filter_logits,
     gumbel_noise,
-    propose,
+    propose_tokens,
     sample,
     token_logprobs,
 )
@@ -88,7 +89,7 @@ def test_noise_never_changes_between_versions() -> None:
 
 
 def test_uniform_is_open_at_both_ends() -> None:
-    ends = module._gumbel(torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32))
+    ends = noise_module._gumbel(torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32))
     assert ends.tolist() == pytest.approx([-math.log(33 * math.log(2)), 33 * math.log(2)], rel=1e-6)
 
 
@@ -113,7 +114,7 @@ def test_noise_of_a_row_does_not_depend_on_other_rows(monkeypatch: pytest.Monkey
         for r in range(2):
             one = gumbel_noise(seeds[b : b + 1], choices[b : b + 1], positions[b : b + 1, r : r + 1], ids)
             assert torch.equal(one[0, 0], whole[b, r])
-    monkeypatch.setattr(module, "_NOISE_VALUES", 600)  # two rows at a time instead of all six
+    monkeypatch.setattr(noise_module, "_NOISE_VALUES", 600)  # two rows at a time instead of all six
     assert torch.equal(gumbel_noise(seeds, choices, positions, ids), whole)
 
 
@@ -164,13 +165,13 @@ def test_filter_with_ties_keeps_the_same_logits(data: st.DataObject) -> None:
 def test_top_p_without_a_full_sort_finds_the_same_set(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     """Flat rows need the sort, peaked ones do not; a row in between is cut where the sort would cut it."""
     sorted_rows = []
-    by_sort = module._nucleus_by_sort
+    by_sort = logit_filters._nucleus_by_sort
 
     def counted(scores: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sorted_rows.append(scores.shape[0])
         return by_sort(scores, top_p)
 
-    monkeypatch.setattr(module, "_nucleus_by_sort", counted)
+    monkeypatch.setattr(logit_filters, "_nucleus_by_sort", counted)
     logits = torch.randn(1, 6, 3000, generator=torch.Generator().manual_seed(1)) * scale
     params = Params(1.0, 0, 0.9)
     assert torch.equal(filter_logits(logits, SamplingBatch.from_params([params]))[0], warped(logits[0], params))
@@ -242,12 +243,16 @@ def test_draft_with_the_targets_logits_proposes_the_targets_token() -> None:
     logits = torch.randn(len(params), vocab, generator=generator)
     positions = torch.randint(0, 999, (len(params),), generator=generator)
     target_ids = torch.randperm(vocab, generator=generator)
-    index = propose(logits[:, target_ids], batch, positions, target_ids)
+    proposed = propose_tokens(logits[:, target_ids], batch, positions, target_ids)
     chosen = sample(logits[:, None], batch, positions[:, None])[:, 0]
-    assert torch.equal(target_ids[index], chosen)
+    assert torch.equal(proposed, chosen)
     assert (chosen != logits.argmax(-1)).sum() > 50  # so it was the noise that decided
-    unmapped = propose(logits[:, target_ids], batch, positions, torch.arange(vocab))
+    unmapped = propose_tokens(logits[:, target_ids], batch, positions, torch.arange(vocab))
     assert (target_ids[unmapped] != chosen).sum() > 20  # and noise at unmapped ids would miss
+    drafts = torch.full((len(params), 2), -1)
+    propose_tokens(logits[:, target_ids], batch, positions - 5, target_ids, offset=5, out=drafts[:, 1])
+    assert torch.equal(drafts[:, 1], chosen)
+    assert (drafts[:, 0] == -1).all()
 
 
 def test_sampling_needs_a_seed_drawn_before() -> None:

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from slipstream.kernels.sampling import SamplingBatch, gumbel_noise, propose, sample
+from slipstream.kernels.sampling import SamplingBatch, gumbel_noise, propose_tokens, sample
 
 NUM_SEEDS = 20_000
 FIRST, MID_ROUND = 57, 60  # position after a prompt of 57 tokens, and the fourth of the round that starts there
@@ -191,7 +191,9 @@ def test_shared_noise_raises_acceptance_at_temperature_one() -> None:
     draft = target + 0.3 * torch.randn(64, generator=torch.Generator().manual_seed(1))
     batch = batch_of(Params(1.0))
     tokens = draw(target, batch, [FIRST])[:, 0]
-    proposed = propose(draft.expand(NUM_SEEDS, -1), batch, torch.full((NUM_SEEDS,), FIRST), torch.arange(64)).numpy()
+    proposed = propose_tokens(
+        draft.expand(NUM_SEEDS, -1), batch, torch.full((NUM_SEEDS,), FIRST), torch.arange(64)
+    ).numpy()
     with_noise, with_argmax = (tokens == proposed).mean(), (tokens == int(draft.argmax())).mean()
     assert with_noise > 0.75
     assert with_argmax < 0.35

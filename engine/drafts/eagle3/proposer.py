@@ -12,7 +12,7 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.kv_cache import KVCache
 from slipstream.engine.proposer import DraftBatch, Proposal
 from slipstream.kernels.paged_attention import paged_attention, write_kv
-from slipstream.kernels.sampling import propose
+from slipstream.kernels.sampling import propose_tokens
 
 
 class Eagle3Proposer:
@@ -58,8 +58,10 @@ class Eagle3Proposer:
                 g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
                 state = self._forward(tokens[-1][:, None], g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
             logits.append(self.network.logits(state))  # [B, Vd]
-            draft_ids = propose(logits[-1], batch.sampling, batch.committed_lengths + step - 1, self.target_ids)  # [B]
-            tokens.append(self.target_ids[draft_ids])
+            guess = propose_tokens(
+                logits[-1], batch.sampling, batch.committed_lengths, self.target_ids, step - 1
+            )  # [B]
+            tokens.append(guess)
         return Proposal(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))  # [B, K], [B, K, Vd]
 
     def _forward(

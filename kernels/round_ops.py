@@ -1,0 +1,252 @@
+"""The small ops between the model calls of a round: which rows run, what is committed, what the host gets to know.
+
+They work on a request table: tensors with one row a request slot, of which a round names B by their slots. The last row
+is a dummy (length 0, limit 0) that padding rows of a batch name, so a slot can stand in `slots` several times there.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slipstream.kernels.accept import accept
+from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.round_ring import RoundRing
+
+
+class RoundTable(Protocol):
+    """The part of a request table (`engine.request_table.RequestTable`) that rounds read and write.
+
+    tokens: [S, T] int64, committed tokens, then leftovers; T is at least limit + K + 1. lengths: [S] int64, committed
+    tokens (n). limits: [S] int64, most committed tokens. num_fresh: [S] int64, newly committed slots that the draft has
+    not taken in. All contiguous.
+    """
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    limits: torch.Tensor
+    num_fresh: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """What the draft runs, of B requests with n committed tokens each.
+
+    Args:
+        token_ids: [B, K + 1] int64, the token that each newly committed slot embeds (slot t embeds x_{t+1}); 0: none.
+        positions: [B, K + 1] int64, those slots, n - 1 - fresh .. n - 2; -1: padding, behind them.
+        start: [B] int64, n.
+        num_valid: [B] int64, drafts that the round can use: the bonus token needs room, too.
+        last_row: [B] int64, column of the last newly committed slot; 0 where there is none.
+        chain_positions: [K, B] int64, where each draft step's row stands: at the last slot, then one further a step; -1
+            where the round cannot use the step (its position may lie beyond the context's end).
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    start: torch.Tensor
+    num_valid: torch.Tensor
+    last_row: torch.Tensor
+    chain_positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VerifyRows:
+    """What the target runs, of B requests with n committed tokens each.
+
+    Args:
+        token_ids: [B, K + 1] int64, the root x_{n-1} and the drafts.
+        positions: [B, K + 1] int64, n - 1 .. n - 1 + K; -1 behind the last usable draft, and in every row of a request
+            that has no committed token or no room for one more.
+        start: [B] int64, n.
+        num_valid: [B] int64, drafts that the round can use.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    start: torch.Tensor
+    num_valid: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Committed:
+    """accepted: [B] int64, drafts that stood; count: [B] int64, tokens committed."""
+
+    accepted: torch.Tensor
+    count: torch.Tensor
+
+
+def draft_rows(table: RoundTable, slots: torch.Tensor, num_steps: int, clock: torch.Tensor | None = None) -> DraftRows:
+    """The rows of the draft's first step, and where its later steps stand.
+
+    Args:
+        table: the request table.
+        slots: [B] int64.
+        num_steps: K.
+        clock: [2] int64 (`RoundRing.clock`); entry 0 becomes the time in nanoseconds: the round starts here.
+    """
+    if on_gpu(slots):
+        from slipstream.kernels.gpu import round_ops
+
+        return round_ops.draft_rows(table, slots, num_steps, clock)
+    if clock is not None:
+        clock[0] = time.perf_counter_ns()
+    offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
+    start, fresh = table.lengths[slots], table.num_fresh[slots]  # [B] each
+    num_valid = (table.limits[slots] - start - 1).clamp(0, num_steps)
+    is_fresh = offsets < fresh[:, None]  # [B] -> [B, K + 1]
+    first = (start - 1 - fresh)[:, None]
+    positions = torch.where(is_fresh, first + offsets, -1)
+    token_ids = torch.where(is_fresh, table.tokens[slots[:, None], positions + 1], 0)
+    usable = ((offsets[:num_steps, None] == 0) | (offsets[:num_steps, None] < num_valid)) & (fresh > 0)  # [K, B]
+    chain_positions = torch.where(usable, start - 2 + offsets[:num_steps, None], -1)  # [K, B]
+    return DraftRows(token_ids, positions, start, num_valid, (fresh - 1).clamp(min=0), chain_positions)
+
+
+def verify_rows(
+    table: RoundTable,
+    slots: torch.Tensor,
+    drafts: torch.Tensor | None,
+    num_steps: int,
+    clock: torch.Tensor | None = None,
+) -> VerifyRows:
+    """The rows that the target verifies.
+
+    Args:
+        table: the request table.
+        slots: [B] int64.
+        drafts: [B, K] int64 target ids; None exactly at K = 0.
+        num_steps: K.
+        clock: [2] int64 (`RoundRing.clock`); entry 1 becomes the time in nanoseconds: drafting is over. At K = 0 entry
+            0, too: the round starts here.
+    """
+    if (drafts is None) != (num_steps == 0):
+        raise ValueError(
+            f"K = {num_steps} and {'no drafts' if drafts is None else 'drafts'}: drafts come exactly at K > 0"
+        )
+    if on_gpu(slots):
+        from slipstream.kernels.gpu import round_ops
+
+        return round_ops.verify_rows(table, slots, drafts, num_steps, clock)
+    if clock is not None:
+        clock[0 if drafts is None else 1 :] = time.perf_counter_ns()
+    offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
+    start, limit = table.lengths[slots], table.limits[slots]  # [B] each
+    num_valid = (limit - start - 1).clamp(0, num_steps)
+    token_ids = table.tokens[slots, (start - 1).clamp(min=0)][:, None]  # [B, 1], the root
+    if drafts is not None:
+        token_ids = torch.cat((token_ids, drafts), dim=1)  # [B, K + 1]
+    has_room = (start >= 1) & (start < limit)
+    runs = (offsets <= num_valid[:, None]) & has_room[:, None]  # [B, K + 1]
+    return VerifyRows(token_ids, torch.where(runs, start[:, None] - 1 + offsets, -1), start, num_valid)
+
+
+def commit_round(
+    table: RoundTable, slots: torch.Tensor, rows: VerifyRows, tokens: torch.Tensor, ring: RoundRing | None = None
+) -> Committed:
+    """Accepts, appends to the table, and tells the host.
+
+    The leading drafts that equal the target's own tokens stand; they and the token behind them are appended, as far as
+    the request has room. `table.lengths` grows by that count, `table.num_fresh` becomes it.
+
+    Args:
+        table: the request table, changed in place.
+        slots: [B] int64.
+        rows: what the target ran.
+        tokens: [B, K + 1] int64, the target's token behind each row.
+        ring: gets one entry; None: the host is not told.
+    """
+    return _commit(table, slots, rows.token_ids, rows.start, rows.num_valid, tokens, None, ring)
+
+
+def commit_first(
+    table: RoundTable, slots: torch.Tensor, tokens: torch.Tensor, is_last: torch.Tensor, ring: RoundRing | None = None
+) -> Committed:
+    """Commits the first new token of a prompt, where the chunk that just ran was its last.
+
+    Args:
+        table: the request table, changed in place; the whole prompt counts as committed.
+        slots: [B] int64.
+        tokens: [B, 1] int64, the target's token behind the last row.
+        is_last: [B] int64, 1 or 0: whether the chunk ended the prompt. Where not, nothing is committed.
+        ring: gets one entry either way; its first two stamps are 0.
+    """
+    return _commit(table, slots, None, None, None, tokens, is_last, ring)
+
+
+def _commit(
+    table: RoundTable,
+    slots: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    start: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
+    tokens: torch.Tensor,
+    gate: torch.Tensor | None,
+    ring: RoundRing | None,
+) -> Committed:
+    """Both commits; without `token_ids` there are no drafts, and `start` is the table's."""
+    if on_gpu(slots):
+        from slipstream.kernels.gpu import round_ops
+
+        accepted, count = round_ops.commit(table, slots, token_ids, start, num_valid, tokens, gate, ring)
+        return Committed(accepted, count)
+    if token_ids is None or start is None or num_valid is None:
+        start = table.lengths[slots]  # [B]
+        num_valid = accepted = torch.zeros_like(start)
+    else:
+        accepted = accept(token_ids[:, 1:], tokens, num_valid)  # [B]
+    count = torch.minimum(accepted + 1, table.limits[slots] - start).clamp(min=0)
+    if gate is not None:
+        count = count * gate
+    offsets = torch.arange(tokens.shape[1], device=tokens.device)  # [r]
+    row, column = torch.where(offsets < count[:, None])
+    table.tokens[slots[row], start[row] + column] = tokens[row, column]
+    table.lengths[slots] = start + count
+    table.num_fresh[slots] = count
+    if ring is not None:
+        columns = torch.cat((torch.stack((start, num_valid, accepted, count), dim=1), tokens), dim=1)  # [B, 4 + r]
+        start_ns, draft_end_ns = ring.clock.tolist() if gate is None else (0, 0)
+        ring.publish(columns, start_ns, draft_end_ns)
+    return Committed(accepted, count)
+
+
+def select_last(states: torch.Tensor, last_row: torch.Tensor) -> torch.Tensor:
+    """One row a request: states [B, R, h], last_row [B] int64 -> [B, h]."""
+    if on_gpu(states):
+        from slipstream.kernels.gpu import round_ops
+
+        return round_ops.select_last(states, last_row)
+    return states[torch.arange(states.shape[0], device=states.device), last_row]  # [B, R, h] -> [B, h]
+
+
+def store_features(
+    states: Sequence[torch.Tensor], features: torch.Tensor, slots: torch.Tensor, last_row: torch.Tensor | None = None
+) -> None:
+    """Puts captured states side by side into the rows of the table that the draft reads next.
+
+    Args:
+        states: n x [B * R, h], captured slots, the draft's order; 1 to 5 of them.
+        features: [S, K + 1, n * h], changed in place: row r of request b goes to [slots[b], r].
+        slots: [B] int64.
+        last_row: [B] int64; given, only that row of each request is kept, as [slots[b], 0] (the end of a prompt).
+
+    Raises ValueError when the sizes do not fit together.
+    """
+    batch, (rows, hidden) = slots.shape[0], states[0].shape
+    per_request = rows // batch
+    if features.shape[-1] != len(states) * hidden or (last_row is None and per_request > features.shape[1]):
+        raise ValueError(
+            f"{len(states)} states of {per_request} rows x {hidden} do not fit features {tuple(features.shape)}"
+        )
+    if on_gpu(features):
+        from slipstream.kernels.gpu import round_ops
+
+        round_ops.store_features(states, features, slots, last_row)
+        return
+    side_by_side = torch.cat(list(states), dim=-1).view(batch, per_request, -1)  # n x [B * R, h] -> [B, R, n * h]
+    if last_row is None:
+        features[slots, :per_request] = side_by_side
+    else:
+        features[slots, 0] = side_by_side[torch.arange(batch, device=slots.device), last_row]  # [B, n * h]
