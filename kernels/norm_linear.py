@@ -2,6 +2,7 @@
 
 import torch
 
+from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.stream import Norm, Stream
@@ -18,6 +19,10 @@ def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torc
     Returns:
         [M, N].
     """
+    if on_gpu(stream.rows) and weight.numel():
+        from slipstream.kernels.gpu import norm_linear as gpu
+
+        return gpu.norm_linear(stream, norm, weight)
     return linear(normed(stream, norm), weight)
 
 

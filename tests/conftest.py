@@ -1,6 +1,7 @@
 """Helper modules beside the tests, loaded by path: nothing at the root is importable on purpose."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+
+# Without a GPU, Triton kernels are tested in Triton's interpreter, which must be asked for before triton is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _TESTS = Path(__file__).parent
 

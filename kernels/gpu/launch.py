@@ -2,6 +2,8 @@
 
 import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,3 +26,22 @@ def pdl_enabled() -> bool:
     everything before it being done. SLIPSTREAM_PDL=0 turns it off; results must be the same bits.
     """
     return not INTERPRET and capability() >= 90 and os.environ.get("SLIPSTREAM_PDL", "1") != "0"
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 1, **arguments: Any) -> None:
+    """Run a kernel of the decode path: the one place that passes PDL on (tests put a compiler in its place).
+
+    Args:
+        kernel: a `@triton.jit` function with a constexpr `PDL`.
+        grid: programs.
+        num_warps, num_stages: Triton's launch options.
+        arguments: all others of the kernel, by name.
+    """
+    _run(kernel, grid, {**arguments, "PDL": pdl_enabled()}, {"num_warps": num_warps, "num_stages": num_stages})
+
+
+def _launch_now(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
+    kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"])
+
+
+_run: Callable[[Any, tuple[int, ...], dict[str, Any], dict[str, Any]], None] = _launch_now

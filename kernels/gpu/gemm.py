@@ -1,0 +1,296 @@
+"""The core of all matrix products: acc[n, m] = sum over k of W[n, k] * norm(x)[m, k], fp32.
+
+Weight rows lie on the M side of the matrix unit, rows of x on its N side, so that 8 rows of x waste nothing. The order
+in which a row's sum over k is taken hangs on the weight's shape alone:
+
+- `SPLIT` warps each take an equal share of the columns and meet at the end (`tl.sum` over the warps);
+- a reduction that is no matrix product runs either over a tile as wide and of as many threads whatever the rows
+  (`row_rstd`), or in the matrix unit (`column_sums`), whose order does not hang on how a tile lies in the registers.
+"""
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.gpu.launch import INTERPRET
+
+# Triton's interpreter computes bf16 on its bit patterns: there, products are taken in fp32.
+_INTERPRET = tl.constexpr(INTERPRET)
+# Width of the tile over which a row's squares, or its parts, are summed. Wide enough that the threads of a program lie
+# along the row in the same way for 8 rows and for 128.
+_STAT_WIDTH = tl.constexpr(256)
+_PARTS_WIDTH = tl.constexpr(128)
+_MOST_COLUMNS = tl.constexpr(256)  # of one resident load of a warp
+
+
+@triton.constexpr_function
+def share_of(num_columns, split):
+    """Columns of one warp when the whole row is resident: a multiple of 16."""
+    return (num_columns + 16 * split - 1) // (16 * split) * 16
+
+
+@triton.constexpr_function
+def chunk_widths(share, most):
+    """A warp's columns as powers of two, widest first."""
+    widths = []
+    while share:
+        widths.append(min(most, 1 << (share.bit_length() - 1)))
+        share -= widths[-1]
+    return widths
+
+
+@triton.constexpr_function
+def num_chunks(share, most):
+    return len(chunk_widths(share, most))
+
+
+@triton.constexpr_function
+def chunk_width(share, most, i):
+    return chunk_widths(share, most)[i]
+
+
+@triton.constexpr_function
+def chunk_start(share, most, i):
+    return sum(chunk_widths(share, most)[:i])
+
+
+@triton.jit
+def mul(w, x, acc):
+    """acc + w x for tiles [(S,) n, k] and [(S,) k, m]."""
+    if _INTERPRET:
+        w = w.to(tl.float32)
+        x = x.to(tl.float32)
+    return tl.dot(w, x, acc, input_precision="ieee")
+
+
+@triton.jit
+def columns(start, WIDTH: tl.constexpr, SPLIT: tl.constexpr):
+    """Indices of the columns of a step: [S, WIDTH], warp s behind warp s - 1; or [WIDTH]."""
+    k = start + tl.arange(0, WIDTH)
+    if SPLIT > 1:
+        k = k[None, :] + tl.arange(0, SPLIT)[:, None] * WIDTH  # [W] -> [S, W]
+    return k
+
+
+@triton.jit
+def weight_tile(w_ptr, n, k, K: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr):
+    """W[n, k]: [S, n, k], or [n, k]."""
+    row = n.to(tl.int64) * K
+    if SPLIT > 1:
+        at = row[None, :, None] + k[:, None, :]  # [n], [S, k] -> [S, n, k]
+        inside = k[:, None, :] < K
+    else:
+        at = row[:, None] + k[None, :]  # [n], [k] -> [n, k]
+        inside = k[None, :] < K
+    if EVEN:
+        tile = tl.load(w_ptr + at)
+    else:
+        tile = tl.load(w_ptr + at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def row_tile(x_ptr, x_stride, m, num_rows, k, K: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr):
+    """x[m, k] turned: [S, k, m], or [k, m]; rows beyond the last are zeros."""
+    row = m.to(tl.int64) * x_stride
+    if SPLIT > 1:
+        at = row[None, None, :] + k[:, :, None]  # [m], [S, k] -> [S, k, m]
+        inside = (m < num_rows)[None, None, :]
+        if not EVEN:
+            inside = inside & (k < K)[:, :, None]
+    else:
+        at = row[None, :] + k[:, None]  # [m], [k] -> [k, m]
+        inside = (m < num_rows)[None, :]
+        if not EVEN:
+            inside = inside & (k < K)[:, None]
+    return tl.load(x_ptr + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def norm_constants(norm_ptr, k, K: tl.constexpr, EVEN: tl.constexpr):
+    """The norm's weight at k."""
+    if EVEN:
+        constants = tl.load(norm_ptr + k)
+    else:
+        constants = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    return constants
+
+
+@triton.jit
+def normalise(x, rstd, weight):
+    """x * rstd, rounded, times weight, rounded: the steps of `rms_norm`."""
+    rounded = (x.to(tl.float32) * rstd).to(x.dtype).to(tl.float32)
+    return (rounded * weight.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def normalise_tile(x, rstd, weight, SPLIT: tl.constexpr):
+    """A tile [S, k, m] or [k, m] of rows, with rstd [m] and weight [S, k] or [k]."""
+    if SPLIT > 1:
+        normed = normalise(x, rstd[None, None, :], weight[:, :, None])
+    else:
+        normed = normalise(x, rstd[None, :], weight[:, None])
+    return normed
+
+
+@triton.jit
+def row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K: tl.constexpr, SUMSQ: tl.constexpr):
+    """1 / sqrt(mean square + eps) of rows m: [m] fp32. From the parts that the rows' writer left, or from the rows."""
+    inside = (m < num_rows)[:, None]
+    if SUMSQ:
+        total = tl.zeros(m.shape, tl.float32)
+        for start in range(0, num_parts, _PARTS_WIDTH):
+            part = start + tl.arange(0, _PARTS_WIDTH)
+            at = (m * num_parts)[:, None] + part[None, :]  # [m], [p] -> [m, p]
+            total += tl.sum(tl.load(sumsq_ptr + at, mask=inside & (part < num_parts)[None, :], other=0.0), 1)
+    else:
+        squares = tl.zeros((m.shape[0], _STAT_WIDTH), tl.float32)
+        for start in range(0, K, _STAT_WIDTH):
+            k = start + tl.arange(0, _STAT_WIDTH)
+            at = (m.to(tl.int64) * x_stride)[:, None] + k[None, :]  # [m], [k] -> [m, k]
+            x = tl.load(x_ptr + at, mask=inside & (k < K)[None, :], other=0.0).to(tl.float32)
+            squares += x * x
+        total = tl.sum(squares, 1)
+    return tl.rsqrt(total / K + eps)
+
+
+@triton.jit
+def column_sums(v):
+    """Sums of v [n, m] over n, in the matrix unit: [m]. v: fp32, of at most 16 significant bits where rows are bf16."""
+    if _INTERPRET:
+        total = tl.sum(v, 0)
+    else:
+        ones = tl.full((16, v.shape[0]), 1.0, tl.bfloat16)
+        high = v.to(tl.bfloat16)
+        rest = v - high.to(tl.float32)
+        low = rest.to(tl.bfloat16)
+        least = (rest - low.to(tl.float32)).to(tl.bfloat16)  # nothing for squares of bf16
+        sums = tl.dot(ones, least)  # [16, n] x [n, m] -> [16, m], each row the same
+        sums = tl.dot(ones, low, sums)
+        sums = tl.dot(ones, high, sums)
+        total = tl.sum(tl.where((tl.arange(0, 16) == 0)[:, None], sums, 0.0), 0)  # one row and 15 zeros -> [m]
+    return total
+
+
+@triton.jit
+def prefetch(w_ptr, n, K: tl.constexpr, COLUMNS: tl.constexpr, THREADS: tl.constexpr):
+    """Ask the first COLUMNS columns of weight rows n into the L2 cache, each thread an equal share of them."""
+    SHARES: tl.constexpr = max(1, THREADS // n.shape[0])
+    WIDTH: tl.constexpr = COLUMNS // SHARES
+    at = (n.to(tl.int64) * K)[:, None] + (tl.arange(0, SHARES) * WIDTH)[None, :]  # [n] -> [n, shares]
+    num_bytes = tl.full(at.shape, WIDTH * (w_ptr.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [w_ptr + at, num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def resident_weights(w_ptr, n, K: tl.constexpr, SPLIT: tl.constexpr):
+    """All columns of weight rows n, as the chunks of `chunk_widths`."""
+    SHARE: tl.constexpr = share_of(K, SPLIT)
+    chunks = ()
+    for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
+        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        chunks = chunks + (weight_tile(w_ptr, n, k, K, SPLIT * SHARE == K, SPLIT),)  # type: ignore[assignment] # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+def resident_norm(norm_ptr, K: tl.constexpr, SPLIT: tl.constexpr):
+    """The norm's weight, cut as `resident_weights`."""
+    SHARE: tl.constexpr = share_of(K, SPLIT)
+    chunks = ()
+    for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
+        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        chunks = chunks + (norm_constants(norm_ptr, k, K, SPLIT * SHARE == K),)  # type: ignore[assignment] # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+def zeros(n, m, SPLIT: tl.constexpr):
+    """An accumulator [S, n, m], or [n, m]."""
+    if SPLIT > 1:
+        acc = tl.zeros((SPLIT, n.shape[0], m.shape[0]), tl.float32)
+    else:
+        acc = tl.zeros((n.shape[0], m.shape[0]), tl.float32)
+    return acc
+
+
+@triton.jit
+def products(
+    x_ptr,
+    x_stride,
+    m,
+    num_rows,
+    w_ptr,
+    n0,
+    n1,
+    norm_ptr,
+    eps,
+    sumsq_ptr,
+    num_parts,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    NORM: tl.constexpr,
+    SUMSQ: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """acc[n0, m] and, when PAIRED, acc[n1, m] (else the first again). Lets the next kernel start and waits for the
+    one before: what its caller reads of rows or state, it reads behind this call."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    acc0 = zeros(n0, m, SPLIT)
+    acc1 = acc0
+    if BLOCK_K == 0:
+        SHARE: tl.constexpr = share_of(K, SPLIT)
+        w0 = resident_weights(w_ptr, n0, K, SPLIT)
+        if PAIRED:
+            w1 = resident_weights(w_ptr, n1, K, SPLIT)
+        if NORM:
+            constants = resident_norm(norm_ptr, K, SPLIT)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if NORM:
+            rstd = row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K, SUMSQ)
+        for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
+            k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+            x = row_tile(x_ptr, x_stride, m, num_rows, k, K, SPLIT * SHARE == K, SPLIT)
+            if NORM:
+                x = normalise_tile(x, rstd, constants[i], SPLIT)
+            acc0 = mul(w0[i], x, acc0)
+            if PAIRED:
+                acc1 = mul(w1[i], x, acc1)
+    else:
+        EVEN: tl.constexpr = K % BLOCK_K == 0
+        if PREFETCH > 0:
+            prefetch(w_ptr, n0, K, PREFETCH, 32 * WARPS)
+            if PAIRED:
+                prefetch(w_ptr, n1, K, PREFETCH, 32 * WARPS)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if NORM:
+            rstd = row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K, SUMSQ)
+        for start in range(0, K, BLOCK_K):
+            k = columns(start, BLOCK_K // SPLIT, SPLIT)
+            w = weight_tile(w_ptr, n0, k, K, EVEN, SPLIT)
+            x = row_tile(x_ptr, x_stride, m, num_rows, k, K, EVEN, SPLIT)
+            if NORM:
+                x = normalise_tile(x, rstd, norm_constants(norm_ptr, k, K, EVEN), SPLIT)
+            acc0 = mul(w, x, acc0)
+            if PAIRED:
+                acc1 = mul(weight_tile(w_ptr, n1, k, K, EVEN, SPLIT), x, acc1)
+    if SPLIT > 1:
+        acc0 = tl.sum(acc0, 0)  # [S, n, m] -> [n, m]
+        if PAIRED:
+            acc1 = tl.sum(acc1, 0)
+    if not PAIRED:
+        acc1 = acc0
+    return acc0, acc1

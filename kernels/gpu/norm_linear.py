@@ -1,0 +1,51 @@
+"""Triton kernel of `norm_linear`: y = norm(x) W^T."""
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.kernels.gpu.gemm import products
+from slipstream.kernels.gpu.product_launch import launch_product
+from slipstream.kernels.stream import Norm, Stream
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _norm_linear_kernel(
+    x_ptr,
+    x_stride,
+    num_rows,
+    w_ptr,
+    norm_ptr,
+    eps,
+    sumsq_ptr,
+    num_parts,
+    out_ptr,
+    N,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORM: tl.constexpr,
+    SUMSQ: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    nw = tl.minimum(n, N - 1)  # rows beyond the last are read as the last and not written
+    acc, _ = products(
+        x_ptr, x_stride, m, num_rows, w_ptr, nw, nw, norm_ptr, eps, sumsq_ptr, num_parts,
+        K, BLOCK_K, SPLIT, False, NORM, SUMSQ, PREFETCH, WARPS, PDL,
+    )  # fmt: skip
+    at = m.to(tl.int64)[None, :] * N + n[:, None]  # [n, m]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[None, :] & (n < N)[:, None])
+
+
+def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torch.Tensor:
+    """As the op: [M, N]."""
+    num_out = weight.shape[0]
+    out = torch.empty((stream.rows.shape[0], num_out), dtype=weight.dtype, device=weight.device)
+    launch_product(_norm_linear_kernel, stream, norm, weight, num_out, out_ptr=out, N=num_out)
+    return out
