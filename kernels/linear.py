@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from slipstream.kernels.int4 import Int4Weight
+
 # oneDNN keeps one summation order for bf16 up to this many rows (measured; probed at start), then changes its blocking.
 _ROWS_PER_CALL = 32
 # Fewer rows than this take paths of their own that sum in another order: one row, and in fp32 two and three as well.
@@ -10,18 +12,23 @@ _ROWS_PER_CALL = 32
 _MIN_ROWS = 4
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     """y = x W^T, the bits of each row independent of the number of rows.
 
     Args:
         x: [..., in_features], the dtype of `weight`.
-        weight: [out_features, in_features]; a rank of a tensor-parallel group may hold none of either.
+        weight: [out_features, in_features]; a rank of a tensor-parallel group may hold none of either. An INT4 weight
+            goes to `int4_linear`.
 
     Returns:
         [..., out_features].
 
     While gradients are recorded (training) rows are left as they are: there the promise is not needed.
     """
+    if isinstance(weight, Int4Weight):
+        from slipstream.kernels.int4_linear import linear_int4  # not at the top: its twin is made of this function
+
+        return linear_int4(x, weight)
     if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
         return F.linear(x, weight)
     if not weight.numel():

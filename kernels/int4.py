@@ -1,0 +1,157 @@
+"""INT4 weights (W4A16): integers -8..7, symmetric, one bf16 scale for each group of input features of a row.
+
+Two forms of the same bits. On disk (`compressed-tensors`, "pack-quantized"): int32 [N, K / 8], the lowest nibble the
+lowest input feature, a nibble is the integer + 8; scales [N, K / group]. In memory (`Int4Weight`): the words are laid
+so that 16 bytes of each of a warp's 32 lanes are the operands of matrix instructions, with nothing left to shuffle.
+`arrange` is the one definition of that order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+GROUPS = (32, 128)
+# Rows and input features of the block that one 16-byte load a lane of a warp brings.
+BLOCK = 32
+_NIBBLES = 8  # of a 32-bit word
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight [num_rows, in_features] in the order of the kernels, in B blocks of 32 rows; zeros fill the last.
+
+    Args:
+        words: [B, K / 32, 8, 16] int32. Word [b, c, g, 4 t + 2 h + p], bits 16 e + 4 i .. + 3: the weight of row
+            8 i + g of block b and of input feature 32 c + 16 p + 4 t + 2 h + e, plus 8 (i, t in 0..3; h, p, e in 0..1).
+        scales: [B, K / group, 8, 4] bf16, [b, c, g, i] of row 8 i + g of block b.
+        num_rows: output features.
+        half: which rows make a block: 16 that follow each other, and those `half` rows behind them. 16: 32 rows in a
+            row. Half a head: a rotation's pairs lie in one thread; the intermediate width: so do gate and up.
+    """
+
+    words: torch.Tensor
+    scales: torch.Tensor
+    num_rows: int
+    half: int = 16
+
+    @property
+    def in_features(self) -> int:
+        return self.words.shape[1] * BLOCK
+
+    @property
+    def group(self) -> int:
+        """Input features that share a scale; 0 where a rank holds no feature."""
+        return self.in_features // max(1, self.scales.shape[1])
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K], as of the weight it stands for."""
+        return torch.Size((self.num_rows, self.in_features))
+
+    @property
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes
+
+
+def pack(integers: torch.Tensor) -> torch.Tensor:
+    """Integers -8..7 [N, K] (any integer dtype, K a multiple of 8) -> their form on disk [N, K / 8] int32."""
+    nibbles = (integers + 8).unflatten(1, (-1, _NIBBLES))  # [N, K] -> [N, K / 8, 8]
+    return _join(nibbles.unbind(-1))
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """The form on disk [N, K / 8] int32 -> integers -8..7 [N, K] int8."""
+    return (torch.stack(_split(packed), dim=-1).flatten(1) - 8).to(torch.int8)  # [N, K / 8, 8] -> [N, K]
+
+
+def dequantise(packed: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Integer x scale, exact.
+
+    Args:
+        packed: [N, K / 8] int32, the form on disk.
+        scale: [N, K / group] bf16.
+
+    Returns:
+        [N, K] fp32.
+    """
+    grouped = unpack(packed).unflatten(1, (scale.shape[1], -1))  # [N, K] -> [N, K / group, group]
+    return (grouped.float() * scale.float()[..., None]).flatten(1)
+
+
+def arrange(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4Weight:
+    """From the form on disk to that of the kernels, on the device of `packed`.
+
+    Args:
+        packed: [N, K / 8] int32.
+        scale: [N, K / group] bf16; group one of `GROUPS`.
+        half: as in `Int4Weight`; N is a multiple of 2 half, but for half = 16.
+
+    Raises ValueError for shapes, dtypes or a group that do not belong together.
+    """
+    check(packed, scale)
+    num_rows, features = packed.shape[0], packed.shape[1] * _NIBBLES
+    if half % 16 or (half != 16 and num_rows % (2 * half)):
+        raise ValueError(f"{num_rows} rows, half {half}: expected a multiple of 16, and rows a multiple of twice that")
+    missing = -num_rows % BLOCK
+    nibbles = F.pad((unpack(packed) + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
+    blocks, chunks = nibbles.shape[0] // BLOCK, features // BLOCK
+    nibbles = _to_blocks(nibbles, half).view(blocks, 4, 8, chunks, 2, 4, 2, 2)  # [b, i, g, c, p, t, h, e]
+    nibbles = nibbles.permute(0, 3, 2, 5, 6, 4, 7, 1)  # -> [b, c, g, t, h, p, e, i]
+    words = _join(nibbles.reshape(blocks, chunks, 8, 16, _NIBBLES).unbind(-1))
+    scales = _to_blocks(F.pad(scale, (0, 0, 0, missing)), half).view(blocks, 4, 8, scale.shape[1])
+    return Int4Weight(words, scales.permute(0, 3, 2, 1).contiguous(), num_rows, half)  # [b, i, g, c] -> [b, c, g, i]
+
+
+def disarrange(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inverse of `arrange`: (packed [N, K / 8] int32, scale [N, K / group] bf16)."""
+    blocks, chunks = weight.words.shape[:2]
+    nibbles = torch.stack(_split(weight.words), dim=-1)  # [b, c, g, 16] -> [b, c, g, (t h p), (e i)]
+    nibbles = nibbles.view(blocks, chunks, 8, 4, 2, 2, 2, 4)
+    nibbles = nibbles.permute(0, 7, 2, 1, 5, 3, 4, 6)  # -> [b, i, g, c, p, t, h, e]
+    rows = _from_blocks(nibbles.reshape(blocks * BLOCK, chunks * BLOCK), weight.half)
+    scales = weight.scales.permute(0, 3, 2, 1).reshape(blocks * BLOCK, -1)  # [b, c, g, i] -> [b, i, g, c]
+    return pack(rows[: weight.num_rows] - 8), _from_blocks(scales, weight.half)[: weight.num_rows].contiguous()
+
+
+def _to_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:
+    """Rows [N, ...] in the order of the blocks: 16, and the 16 that lie `half` behind them."""
+    segments = rows.shape[0] // (2 * half)
+    parts = rows.unflatten(0, (segments, 2, half // 16, 16))
+    return parts.transpose(1, 2).flatten(0, 3)  # [segments, half / 16, 2, 16, ...] -> [N, ...]
+
+
+def _from_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:
+    """The inverse of `_to_blocks`."""
+    segments = rows.shape[0] // (2 * half)
+    return rows.unflatten(0, (segments, half // 16, 2, 16)).transpose(1, 2).flatten(0, 3)
+
+
+def check(packed: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises ValueError unless the two are one weight: shapes, dtypes, a known group, scales that are finite."""
+    if packed.dtype != torch.int32 or packed.dim() != 2:
+        raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, expected int32 [N, K / 8]")
+    if scale.dtype != torch.bfloat16 or scale.dim() != 2 or scale.shape[0] != packed.shape[0]:
+        raise ValueError(
+            f"scale is {scale.dtype} {list(scale.shape)}, expected bfloat16 [{packed.shape[0]}, K / group]"
+        )
+    features = packed.shape[1] * _NIBBLES
+    if not features and not scale.shape[1]:
+        return  # of a rank that holds none
+    if scale.shape[1] == 0 or features % scale.shape[1] or features // scale.shape[1] not in GROUPS:
+        raise ValueError(f"{scale.shape[1]} scales a row of {features} features, expected groups of {GROUPS}")
+    if not bool(torch.isfinite(scale).all()):
+        raise ValueError(f"{int((~torch.isfinite(scale)).sum())} scales are not finite")
+
+
+def _join(nibbles: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Eight tensors of 0..15, the lowest nibble first -> words of their shape, int32."""
+    words = torch.zeros(nibbles[0].shape, dtype=torch.int32, device=nibbles[0].device)
+    for place, nibble in enumerate(nibbles):
+        words |= nibble.to(torch.int32) << (4 * place)
+    return words
+
+
+def _split(words: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The eight nibbles of each word, 0..15, the lowest first, each of the words' shape, int8."""
+    return tuple(((words >> (4 * place)) & 0xF).to(torch.int8) for place in range(_NIBBLES))

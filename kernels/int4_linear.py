@@ -1,0 +1,26 @@
+"""Linear layer over an INT4 weight."""
+
+import torch
+
+from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
+from slipstream.kernels.linear import linear
+
+
+def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+    """y = x W^T in fp32 with the exact weights (integer x scale), rounded once; a row's bits as in `linear`.
+
+    Args:
+        x: [..., K], fp32 or bf16.
+        weight: [N, K]; a rank of a tensor-parallel group may hold none of either.
+
+    Returns:
+        [..., N], dtype of `x`.
+    """
+    if not weight.words.numel():
+        return x.new_zeros(*x.shape[:-1], weight.num_rows)
+    if on_gpu(x):
+        from slipstream.kernels.gpu.int4_linear import linear_int4 as on_card
+
+        return on_card(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)  # [M, K] -> [M, N] -> [..., N]
+    return linear(x.float(), dequantise(*disarrange(weight))).to(x.dtype)
