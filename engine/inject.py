@@ -15,9 +15,11 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.injection import Injection
-from slipstream.engine.models.llama import LlamaLayer, LlamaModel
+from slipstream.engine.layers import RowParallelLinear
+from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal
+from slipstream.kernels.stream import Stream
 
 States = Mapping[str, torch.Tensor]
 
@@ -70,7 +72,7 @@ def _inject(engine: Engine, injection: Injection) -> None:
 def _change_states(engine: Engine, change: Callable[[States], States]) -> None:
     """Hands out `change(states)` instead of the captured states, of every forward pass of the target."""
     target = engine.target
-    assert isinstance(target, LlamaModel)
+    assert isinstance(target, DenseModel)
     original = target.forward
 
     def forward(*args: object, **kwargs: object) -> TargetOutput:
@@ -103,7 +105,7 @@ class _WrongPoint:
     """F5: one slot taken at another point of the stream: before the sum over ranks, unadded, or after a norm."""
 
     def __init__(self, engine: Engine, injection: Injection, kind: str) -> None:
-        assert isinstance(engine.target, LlamaModel)
+        assert isinstance(engine.target, DenseModel)
         (self.slot,) = _captured(engine, injection)
         self.target, self.kind = engine.target, kind
         self.seen: dict[str, torch.Tensor] = {}
@@ -117,20 +119,25 @@ class _WrongPoint:
             )
         reduce = self.target.embed_tokens.reduce
         if self.slot:
-            self._layer(self.slot - 1).register_forward_hook(self._keep_layer)
-            reduce = self._layer(self.slot - 1).mlp.down_proj.reduce
+            down_proj = self._layer(self.slot - 1).mlp.down_proj
+            down_proj.register_forward_hook(self._keep_last_add)
+            reduce = down_proj.reduce
         reduce.register_forward_hook(self._keep_partial)
 
-    def _layer(self, index: int) -> LlamaLayer:
+    def _layer(self, index: int) -> DenseLayer:
         layer = self.target.layers[index]
-        assert isinstance(layer, LlamaLayer)
+        assert isinstance(layer, DenseLayer)
         return layer
 
-    def _keep_layer(self, _module: nn.Module, _args: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
-        _, self.seen["block"], self.seen["residual"] = out
+    def _keep_last_add(self, layer: RowParallelLinear, args: tuple[torch.Tensor, Stream], _out: Stream) -> None:
+        x, stream = args
+        self.seen["residual"] = stream.rows
+        if self.target.parallel.size == 1:  # else the reduce has been seen
+            self.seen["block"] = layer.partial(x)
 
-    def _keep_partial(self, _module: nn.Module, args: tuple[torch.Tensor, ...], _out: torch.Tensor) -> None:
+    def _keep_partial(self, _module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         self.seen["partial"] = args[0].clone()  # the sum may be made in place
+        self.seen["block"] = out
 
     def __call__(self, states: States) -> States:
         name = slot_name(self.slot)
@@ -143,7 +150,7 @@ class _WrongPoint:
                 wrong = norm(states[name])
             case _:
                 wrong = self.seen["partial"] + self.seen["residual"] if self.slot else self.seen["partial"]
-        return {**states, name: wrong}
+        return {**states, name: wrong.view(states[name].shape)}  # [M, h] -> [B, R, h]
 
 
 class _StaleReplay:
@@ -258,8 +265,11 @@ class _KeptDraftKV:
             if keep is None:
                 return forward(token_ids, g, positions, attend)
 
-            def keeping(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            # It has no sink, so that keys and values come by here.
+            def keeping(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
                 assert proposer.cache is not None
+                assert k is not None
+                assert v is not None
                 old = proposer.cache.layers[0].flatten(0, 1)[index]  # [cells, 2, kv, d] -> [B, R, 2, kv, d]
                 kept = keep[..., None, None]
                 return attend(q, torch.where(kept, old[:, :, 0], k), torch.where(kept, old[:, :, 1], v))

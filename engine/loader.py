@@ -12,10 +12,10 @@ from torch import nn
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
 from slipstream.engine.model_config import ModelConfig, read_model_json
-from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
-_MODELS = {"LlamaForCausalLM": LlamaModel}
+_MODELS = {"LlamaForCausalLM": DenseModel}
 # Old checkpoints store the rope frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -26,7 +26,7 @@ def load_target(
     dtype: torch.dtype | str,
     device: torch.device | str = "cpu",
     parallel: TensorParallel | None = None,
-) -> LlamaModel:
+) -> DenseModel:
     """Loads the target of a Hugging Face directory (one safetensors file, or several and an index).
 
     Args:

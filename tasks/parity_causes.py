@@ -4,14 +4,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from slipstream.engine.capture import slot_id
+from slipstream.engine.layers import RowParallelLinear
 from slipstream.engine.models import TargetModel
-from slipstream.engine.models.llama import LlamaLayer, LlamaModel
+from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.linear import linear
+from slipstream.kernels.stream import Stream
 from slipstream.tasks.parity_capture import CapturedRows, SlotRows
 
 EXPECTED_COSINE = 0.99
@@ -68,7 +69,7 @@ def diagnose(target: TargetModel, rows: SlotRows, captured: Sequence[int], num_r
     Returns None when no row is wrong, or for a target whose parts are not known here.
     """
     wrong = [kept for kept in rows.kept if kept.wrong.any()][:CONVERSATIONS]
-    if not wrong or not isinstance(target, LlamaModel):
+    if not wrong or not isinstance(target, DenseModel):
         return None
     served = torch.cat([kept.served for kept in wrong])  # [n, h], of all conversations
     own = torch.cat([kept.eager for kept in wrong])
@@ -115,7 +116,7 @@ _EARLIER = Cause(
 
 
 def mistakes(
-    target: LlamaModel, token_ids: Sequence[int], slot: int, captured: Sequence[int], num_ranks: int
+    target: DenseModel, token_ids: Sequence[int], slot: int, captured: Sequence[int], num_ranks: int
 ) -> Iterator[tuple[Cause, torch.Tensor]]:
     """Every known mistake at `slot` with the states [n, h] that it gives at the first n = tokens - 1 positions."""
     seen = _Seen(target, slot)
@@ -156,31 +157,27 @@ def _partial_cause(slot: int, rank: int) -> Cause:
 
 
 class _Seen:
-    """Watches what layer `slot - 1` hands over while the target runs: its parts are what mistakes are made of."""
+    """Watches what layer `slot - 1` adds last while the target runs: its parts are what mistakes are made of."""
 
-    def __init__(self, target: LlamaModel, slot: int) -> None:
+    def __init__(self, target: DenseModel, slot: int) -> None:
         self.target, self.slot = target, slot
         self._kept: dict[str, list[torch.Tensor]] = {"block": [], "residual": [], "input": []}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> None:
         if self.slot:
-            layer = _layer(self.target, self.slot - 1)
-            self._hooks = [
-                layer.register_forward_hook(self._keep_layer),
-                layer.mlp.down_proj.register_forward_hook(self._keep_input),
-            ]
+            down_proj = _layer(self.target, self.slot - 1).mlp.down_proj
+            self._hooks = [down_proj.register_forward_hook(self._keep_last_add)]
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _keep_layer(self, _module: nn.Module, _args: object, out: tuple[torch.Tensor, ...]) -> None:
-        self._kept["block"].append(out[1][0])
-        self._kept["residual"].append(out[2][0])
-
-    def _keep_input(self, _module: nn.Module, args: tuple[torch.Tensor, ...], _out: object) -> None:
-        self._kept["input"].append(args[0][0])
+    def _keep_last_add(self, layer: RowParallelLinear, args: tuple[torch.Tensor, Stream], _out: Stream) -> None:
+        x, stream = args
+        self._kept["block"].append(layer.partial(x))  # the target is in one process: the part is the whole
+        self._kept["residual"].append(stream.rows)
+        self._kept["input"].append(x)
 
     def states(self, name: str) -> torch.Tensor:
         """[n, ...] of all chunks."""
@@ -200,9 +197,9 @@ class _Seen:
         return self.states("residual") + linear(self.states("input")[:, columns], weight[:, columns].contiguous())
 
 
-def _layer(target: LlamaModel, index: int) -> LlamaLayer:
+def _layer(target: DenseModel, index: int) -> DenseLayer:
     layer = target.layers[index]
-    assert isinstance(layer, LlamaLayer)
+    assert isinstance(layer, DenseLayer)
     return layer
 
 

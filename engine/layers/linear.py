@@ -12,19 +12,22 @@ import torch
 from torch import nn
 
 from slipstream.engine.tensor_parallel import AllReduce, Cut, Shard, TensorParallel
-from slipstream.kernels.linear import linear
+from slipstream.kernels.linear_add import linear_add
+from slipstream.kernels.norm_linear import norm_linear
+from slipstream.kernels.stream import Norm, Stream
 
 
 class Linear(nn.Module):
-    """y = x W^T, no bias. weight: [out_features, in_features]."""
+    """y = norm(x) W^T, no bias. weight: [out_features, in_features]."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        return linear(x, self.weight)
+    def forward(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
+        """x [..., in_features], read through `norm` if there is one -> [..., out_features]."""
+        y = norm_linear(Stream(x.reshape(-1, x.shape[-1])), norm, self.weight)  # [..., in] -> [M, in] -> [M, out]
+        return y.view(*x.shape[:-1], y.shape[-1])  # [M, out] -> [..., out]
 
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name below this layer -> where it goes."""
@@ -73,13 +76,9 @@ class MergedColumnParallelLinear(Linear):
         """Part name -> where it goes."""
         return {n: Shard.of(self.weight.data[rows], 0, self.cuts[n]) for n, rows in self.part_slices().items()}
 
-    def split(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[..., sum of rows] -> one [..., rows] a part."""
-        return y.split(list(self.parts.values()), dim=-1)
-
 
 class RowParallelLinear(Linear):
-    """All output features, from this rank's input features and everybody else's.
+    """The last linear layer of a block: all output features, from this rank's input features and everybody else's.
 
     Args:
         cut: input features of this rank.
@@ -95,12 +94,14 @@ class RowParallelLinear(Linear):
         self.reduce = AllReduce(parallel)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's input [..., cut.size] -> its part of the sum [..., out_features]."""
-        return linear(x, self.weight)
+        """This rank's input [M, cut.size] -> its part of the sum [M, out_features]."""
+        return norm_linear(Stream(x), None, self.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's input [..., cut.size] -> the sum over all ranks [..., out_features]."""
-        return self.reduce(self.partial(x))
+    def forward(self, x: torch.Tensor, stream: Stream) -> Stream:  # type: ignore[override]
+        """This rank's input [M, cut.size] -> the stream [M, out_features] with the sum over all ranks added to it."""
+        if self.reduce.parallel.size == 1:
+            return linear_add(x, self.weight, stream)
+        return Stream(stream.rows + self.reduce(self.partial(x)))
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": Shard.of(self.weight.data, 1, self.cut)}

@@ -5,11 +5,12 @@ from torch import nn
 
 from slipstream.engine.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from slipstream.engine.tensor_parallel import TensorParallel
-from slipstream.kernels.silu_mul import silu_mul
+from slipstream.kernels.norm_gate_up import norm_gate_up
+from slipstream.kernels.stream import Norm, Stream
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)). The intermediate features are divided over the ranks."""
+    """x + down(silu(gate(norm(x))) * up(norm(x))). The intermediate features are divided over the ranks."""
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, parallel: TensorParallel, *, dtype: torch.dtype | None = None
@@ -19,6 +20,6 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": cut, "up_proj": cut}, dtype=dtype)
         self.down_proj = RowParallelLinear(cut, hidden_size, parallel, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def forward(self, stream: Stream, norm: Norm) -> Stream:
+        """The stream of M rows behind the block."""
+        return self.down_proj(norm_gate_up(stream, norm, self.gate_up_proj.weight), stream)

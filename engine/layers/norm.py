@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from slipstream.kernels.rms_norm import add_rms_norm, rms_norm
+from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.stream import Norm
 
 
 class RMSNorm(nn.Module):
@@ -18,6 +19,7 @@ class RMSNorm(nn.Module):
         """[..., hidden] -> [..., hidden]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(residual + x), residual + x), both [..., hidden]."""
-        return add_rms_norm(x, residual, self.weight, self.eps)
+    @property
+    def constants(self) -> Norm:
+        """For an op that norms what it reads."""
+        return Norm(self.weight, self.eps)

@@ -23,7 +23,7 @@ from slipstream.engine.inject import inject
 from slipstream.engine.injection import parse_injections
 from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
-from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.stats import EngineStats
@@ -92,7 +92,7 @@ def build_engine(
 
 
 def check_draft_fits(
-    directory: Path, network: Eagle3Network, target: LlamaModel, identity: TargetIdentity, skip: Collection[str] = ()
+    directory: Path, network: Eagle3Network, target: DenseModel, identity: TargetIdentity, skip: Collection[str] = ()
 ) -> None:
     """The draft was made for this very target. Raises SlipstreamError (F8 shapes, F17 other weights or tokenizer)."""
     draft, model = network.config, target.config
@@ -115,7 +115,7 @@ def check_draft_fits(
     )
 
 
-def probe_model(target: LlamaModel, draft: Eagle3Network | None) -> RowInvariance:
+def probe_model(target: DenseModel, draft: Eagle3Network | None) -> RowInvariance:
     """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
     weights = {tuple(target.head_weight.shape)}
     for network in (target, draft):

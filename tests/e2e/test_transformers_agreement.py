@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.engine.loader import load_target
-from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.models.dense import DenseModel
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def test_a_tiny_target_agrees(agreement, measured, model_dir):
     ],
 )
 def test_other_logits_are_seen(agreement, measured, model_dir, monkeypatch, change, word):
-    logits = LlamaModel.logits
-    monkeypatch.setattr(LlamaModel, "logits", lambda self, last: change(logits(self, last)))
+    logits = DenseModel.logits
+    monkeypatch.setattr(DenseModel, "logits", lambda self, last: change(logits(self, last)))
     assert any(word in f for f in agreement.failures(measured(load_target(model_dir, "bfloat16")).findings))
 
 

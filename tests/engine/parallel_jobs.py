@@ -115,12 +115,12 @@ def _answer(engine: Engine, case: Case) -> Served:
     logits = [r.draft_logits[: r.num_valid] for t in traces for r in t.rounds if r.draft_logits is not None]
     if logits:
         tensors["draft logits"] = torch.cat(logits)
-    attention = engine.target.layers[0].self_attn
+    heads = engine.target.layers[0].self_attn.heads
     return Served(
         [answer.token_ids for answer in answers],
         tensors,
         {k: counts.to_dict() for k, counts in engine.stats.acceptance.items()},
-        (attention.num_heads, attention.num_kv_heads),
+        (heads.q, heads.kv),
         engine.runner.cache.layers[0].shape[3],
     )
 

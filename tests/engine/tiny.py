@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.loader import load_target
-from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.models.dense import DenseModel
 
 SIZES = {
     "vocab_size": 199,
@@ -66,13 +66,13 @@ def save_sharded(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def tiny_target(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> LlamaModel:
+def tiny_target(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> DenseModel:
     """Writes and loads a random target."""
     return load_target(save_tiny(directory, seed, **sizes), dtype)
 
 
 def tiny_draft(
-    target: LlamaModel, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), **switches: bool
+    target: DenseModel, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), **switches: bool
 ) -> Eagle3Network:
     """A random EAGLE-3 draft for `target`, in its dtype, on a third of its vocabulary."""
     c = target.config

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from slipstream.configs.load import known_fields
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
-from slipstream.engine.models.llama import LlamaModel
+from slipstream.engine.models.dense import DenseModel
 from slipstream.flows.plan import Plan, as_dict, derived_values, room, values
 from slipstream.flows.plan_tables import seconds_words, show
 from slipstream.tasks import derived
@@ -155,7 +155,7 @@ def test_target_parameters_are_those_of_the_model(tmp_path: Path, tiny: ModuleTy
     config = ModelConfig.from_dir(directory)
     expected = sum(p.numel() for p in tiny.tiny_hf(tie_word_embeddings=tied).parameters())
     assert derived.target_parameters(config) == expected
-    assert isinstance(tiny.load_target(directory, torch.float32), LlamaModel)
+    assert isinstance(tiny.load_target(directory, torch.float32), DenseModel)
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------

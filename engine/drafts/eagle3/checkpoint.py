@@ -68,7 +68,7 @@ def from_tensors(
         dtype: of the network's parameters.
         where: what is read, for errors.
         target_embedding: [V, h] (this rank's rows of it); taken where the tensors hold no `embed_tokens.weight`, and
-            shared where they hold the same bits.
+            shared where they hold the same bits. The network is made on its device, without one on the CPU.
         parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.
 
@@ -78,7 +78,8 @@ def from_tensors(
         (f"midlayer.{name.removeprefix(_LAYER_ALIAS)}" if name.startswith(_LAYER_ALIAS) else name): tensor
         for name, tensor in tensors.items()
     }
-    network = Eagle3Network(config, dtype, parallel)
+    with torch.device(target_embedding.device if target_embedding is not None else "cpu"):
+        network = Eagle3Network(config, dtype, parallel)
     shards = parameter_shards(network) | {"d2t": Shard.whole(network.d2t)}
     check_vocabulary(tensors, config.vocab_size, config.draft_vocab_size, where=where, skip=skip)
     needed = {name: shard.shape for name, shard in shards.items()} | {"t2d": torch.Size([config.vocab_size])}
@@ -153,7 +154,7 @@ def load_draft(
         directory: see the head of this file.
         dtype: of the parameters; None is that of the file.
         target_embedding: [V, h] (this rank's rows of it), for a draft that leaves its embedding to the target's or
-            holds a copy of it.
+            holds a copy of it. The draft is loaded to its device, without one to the CPU.
         slots, target_num_layers: for a draft without slipstream.json.
         parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.

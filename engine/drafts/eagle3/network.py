@@ -11,48 +11,22 @@ Attention's keys and values live with the caller, who passes `attend`: the train
 paged KV cache in serving, a plain list of keys in tests.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.layers import (
+    Attend,
+    Attention,
     ColumnParallelLinear,
     GatedMLP,
     Linear,
-    MergedColumnParallelLinear,
     RMSNorm,
     RotaryEmbedding,
-    RowParallelLinear,
     VocabParallelEmbedding,
 )
 from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
-from slipstream.kernels.rotary import apply_rotary
-
-# attend(q [..., heads, d], k [..., kv_heads, d], v [..., kv_heads, d]) -> [..., heads, d]; q and k are rotated already.
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of the draft's attention, this rank's heads: 2h wide inputs, h wide output."""
-
-    def __init__(self, config: Eagle3Config, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
-        super().__init__()
-        heads = parallel.cut_heads(config.num_heads, config.num_kv_heads)
-        self.num_heads, self.num_kv_heads, self.head_dim = heads.q.size, heads.kv.size, config.head_dim
-        q, kv = heads.q.times(config.head_dim), heads.kv.times(config.head_dim)
-        cuts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = MergedColumnParallelLinear(2 * config.hidden_size, cuts, dtype=dtype)
-        self.o_proj = RowParallelLinear(q, config.hidden_size, parallel, dtype=dtype)
-
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [..., 2h]; cos, sin [..., d] of the rows' positions -> [..., h]."""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(x))  # [..., 2h] -> [..., nq * d], 2 x [..., nkv * d]
-        q = apply_rotary(q.unflatten(-1, (self.num_heads, self.head_dim)), cos, sin)  # [..., nq, d]
-        k = apply_rotary(k.unflatten(-1, (self.num_kv_heads, self.head_dim)), cos, sin)  # [..., nkv, d]
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))  # [..., nkv, d]
-        return self.o_proj(attend(q, k, v).flatten(-2))  # [..., nq, d] -> [..., h]
+from slipstream.kernels.stream import Stream
 
 
 class Eagle3Layer(nn.Module):
@@ -60,23 +34,37 @@ class Eagle3Layer(nn.Module):
 
     def __init__(self, config: Eagle3Config, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.self_attn = Eagle3Attention(config, parallel, dtype)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, parallel, dtype=dtype)
+        c, hidden = config, config.hidden_size
+        self.norm_before_residual = c.norm_before_residual
+        self.input_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.hidden_norm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(2 * hidden, hidden, c.num_heads, c.num_kv_heads, c.head_dim, parallel, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(hidden, c.intermediate_size, parallel, dtype=dtype)
 
     def forward(
         self, embedding: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """embedding, g [..., h] -> the pre-norm state s [..., h]."""
+    ) -> Stream:
+        """embedding, g [M, h]; cos, sin [M, d] of the rows' positions -> the pre-norm states s of M rows."""
         normed = self.hidden_norm(g)
-        residual = normed if self.norm_before_residual else g
-        x = torch.cat((self.input_layernorm(embedding), normed), dim=-1)  # 2 x [..., h] -> [..., 2h]
-        attention = self.self_attn(x, cos, sin, attend)
-        normed, residual = self.post_attention_layernorm.add(attention, residual)
-        return residual + self.mlp(normed)
+        residual = Stream(normed if self.norm_before_residual else g)
+        x = Stream(torch.cat((self.input_layernorm(embedding), normed), dim=-1))  # 2 x [M, h] -> [M, 2h]
+        stream = self.self_attn(x, None, cos, sin, attend, residual)
+        return self.mlp(stream, self.post_attention_layernorm.constants)
+
+
+class _InShape:
+    """`attend` for the M rows of a layer, where the caller's rows have another shape."""
+
+    def __init__(self, attend: Attend, shape: torch.Size) -> None:
+        self.attend, self.shape, self.sink = attend, shape, getattr(attend, "sink", None)
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
+        def shaped(x: torch.Tensor) -> torch.Tensor:
+            return x.unflatten(0, self.shape)  # [M, heads, d] -> [..., heads, d]
+
+        mixed = self.attend(shaped(q), None if k is None else shaped(k), None if v is None else shaped(v))
+        return mixed.reshape(q.shape)  # [..., heads, d] -> [M, heads, d]
 
 
 class Eagle3Network(nn.Module):
@@ -108,7 +96,9 @@ class Eagle3Network(nn.Module):
         self.norm = RMSNorm(hidden, eps, dtype=dtype)
         self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(config.draft_vocab_size), dtype=dtype)
         self.gather_vocabulary = GatherVocabulary(config.draft_vocab_size, self.parallel)
-        self.rotary = RotaryEmbedding(config.head_dim, config.max_position, config.rope_theta, config.rope_scaling)
+        self.rotary = RotaryEmbedding(
+            config.head_dim, config.max_position, config.rope_theta, config.rope_scaling, dtype=dtype
+        )
         # Offsets, as checkpoints store them: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.d2t: torch.Tensor
@@ -124,6 +114,8 @@ class Eagle3Network(nn.Module):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Captured states of the config's slots, in its order, [..., n * ht] -> g [..., h]."""
+        if self.input_norm is not None:
+            return self.fc(features, self.input_norm.constants)
         return self.fc(self.normed_features(features))
 
     def forward(
@@ -135,13 +127,19 @@ class Eagle3Network(nn.Module):
             token_ids: [...] int64 target ids, the token that each row embeds.
             g: [..., h], from `fuse` at step 1 and from `feedback` later.
             positions: [...] int64 rope positions (slot t at step k: t + k - 1); -1 marks padding.
-            attend: the attention context.
+            attend: the attention context; it gets q [..., heads, d] and k, v [..., kv_heads, d], rotated, and gives
+                [..., heads, d]. One that has a `sink` finds k and v there, and gets None.
 
         Returns:
             The pre-norm state s [..., h].
         """
-        cos, sin = self.rotary(positions, g.dtype)
-        return self.midlayer(self.embed_tokens(token_ids), g, cos, sin, attend)
+        shape = token_ids.shape
+        cos, sin = (
+            table.reshape(-1, table.shape[-1]) for table in self.rotary(positions, g.dtype)
+        )  # [..., d] -> [M, d]
+        embedding = self.embed_tokens(token_ids.flatten())  # [...] -> [M, h]
+        stream = self.midlayer(embedding, g.reshape(-1, g.shape[-1]), cos, sin, _InShape(attend, shape))
+        return stream.rows.view(*shape, -1)  # [M, h] -> [..., h]
 
     def feedback(self, state: torch.Tensor) -> torch.Tensor:
         """The next step's g [..., h] from this step's state [..., h]."""
@@ -149,7 +147,7 @@ class Eagle3Network(nn.Module):
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """State [..., h] -> logits over the draft vocabulary [..., Vd]."""
-        return self.gather_vocabulary(self.lm_head(self.norm(state)))
+        return self.gather_vocabulary(self.lm_head(state, self.norm.constants))
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids [...] int64 -> target ids [...]."""

@@ -11,7 +11,6 @@ import torch
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.kv_cache import KVCache
 from slipstream.engine.proposer import DraftBatch, Proposal
-from slipstream.kernels.paged_attention import paged_attention, write_kv
 from slipstream.kernels.sampling import propose_tokens
 
 
@@ -33,8 +32,8 @@ class Eagle3Proposer:
 
     def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
         """Makes the draft's cache, under the block numbers of the target's."""
-        attention, device = self.network.midlayer.self_attn, self.network.d2t.device
-        self.cache = KVCache(1, num_blocks, block_size, attention.num_kv_heads, attention.head_dim, dtype, device)
+        heads, device = self.network.midlayer.self_attn.heads, self.network.d2t.device
+        self.cache = KVCache(1, num_blocks, block_size, heads.kv, heads.dim, dtype, device)
 
     @torch.inference_mode()
     def absorb(self, batch: DraftBatch) -> None:
@@ -69,10 +68,6 @@ class Eagle3Proposer:
     ) -> torch.Tensor:
         """token_ids, positions [B, R], g [B, R, h] -> states [B, R, h]; keys and values go to the cache."""
         assert self.cache is not None, "allocate comes first"
-        layer, rows = self.cache.layers[0], self.cache.view(block_table).rows(positions)
-
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            write_kv(k, v, layer, rows)
-            return paged_attention(q, layer, rows, self.network.config.head_dim**-0.5)
-
+        rows = self.cache.view(block_table).rows(positions)
+        attend = self.network.midlayer.self_attn.paged(self.cache.layers[0], rows)
         return self.network(token_ids, g, positions, attend)

@@ -240,9 +240,9 @@ def test_a_draft_of_another_trainer(tmp_path):
 def test_a_form_that_no_layer_has_is_refused_by_name(tmp_path):
     foreign(tmp_path)
     config = tmp_path / "config.json"
-    scaling = {"rope_type": "yarn", "factor": 4.0}
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_scaling": scaling}))
-    with pytest.raises(SlipstreamError, match="rope scaling 'yarn' is not supported") as caught:
+    with pytest.raises(SlipstreamError, match="rope scaling 'dynamic' is not supported") as caught:
         load_draft(tmp_path, slots=(2, 5, 7), target_num_layers=10)
     assert caught.value.found.startswith(str(config))
     assert (caught.value.expected, caught.value.do) == ("what the layers know", "use another draft")

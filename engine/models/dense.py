@@ -1,0 +1,120 @@
+"""Dense decoder: RMSNorm, rotary attention with grouped KV heads, SwiGLU."""
+
+import torch
+from torch import nn
+
+from slipstream.engine.capture import slot_name
+from slipstream.engine.kv_cache import KVCache, PagedKV
+from slipstream.engine.layers import (
+    Attention,
+    ColumnParallelLinear,
+    GatedMLP,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+)
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.target import TargetOutput
+from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
+from slipstream.kernels.norm_linear import norm_linear
+from slipstream.kernels.paged_attention import AttentionRows
+from slipstream.kernels.stream import Stream
+
+
+class DenseLayer(nn.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        c, hidden = config, config.hidden_size
+        self.input_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.self_attn = Attention(hidden, hidden, c.num_heads, c.num_kv_heads, c.head_dim, parallel, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.mlp = GatedMLP(hidden, c.intermediate_size, parallel, dtype=dtype)
+
+    def forward(
+        self, stream: Stream, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, rows: AttentionRows
+    ) -> Stream:
+        """The stream of M rows behind this layer.
+
+        Args:
+            stream: as the layer finds it.
+            cos, sin: [M, d] of the rows' positions.
+            cache, rows: this layer's cache, and the rows of the step.
+        """
+        attend = self.self_attn.paged(cache, rows)
+        stream = self.self_attn(stream, self.input_layernorm.constants, cos, sin, attend, stream)
+        return self.mlp(stream, self.post_attention_layernorm.constants)
+
+
+class DenseModel(nn.Module):
+    """A dense target.
+
+    Args:
+        config: shapes and constants.
+        dtype: of the parameters; None is torch's default.
+        parallel: the ranks that share every layer, and which of them this is.
+
+    Parameters come uninitialised: `engine.loader` fills them. Their names are those of the Hugging Face checkpoint
+    without the leading `model.`, but for `qkv_proj` and `gate_up_proj`, which hold their parts stacked by rows.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype | None = None, parallel: TensorParallel | None = None
+    ) -> None:
+        super().__init__()
+        self.config, self.parallel = config, parallel or single()
+        c, vocabulary, hidden = config, config.vocab_size, config.hidden_size
+        self.embed_tokens = VocabParallelEmbedding(vocabulary, hidden, self.parallel, dtype=dtype)
+        self.layers = nn.ModuleList([DenseLayer(config, self.parallel, dtype) for _ in range(c.num_layers)])
+        self.norm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
+        self.lm_head = None
+        if not c.tie_word_embeddings:
+            self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(vocabulary), dtype=dtype)
+        self.gather_vocabulary = GatherVocabulary(vocabulary, self.parallel)
+        self.rotary = RotaryEmbedding(c.head_dim, c.max_position, c.rope_theta, c.rope_scaling, dtype=dtype)
+
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, capture: tuple[int, ...] = ()
+    ) -> TargetOutput:
+        """One step for every row.
+
+        Args:
+            token_ids: [B, R] int64.
+            positions: [B, R] int64, absolute; -1 marks padding rows, whose keys go to the dummy block.
+            kv: where keys and values are written and read.
+            capture: slots to hand out; slot k is the residual stream after k layers.
+        """
+        rows = kv.rows(positions)
+        stream = Stream(self.embed_tokens(token_ids.flatten()))  # [B, R] -> [M, h]
+        cos, sin = self.rotary(positions.flatten(), stream.rows.dtype)  # [M, d] each
+        states: dict[str, torch.Tensor] = {}
+        for k, (layer, cache) in enumerate(zip(self.layers, kv.cache.layers, strict=True)):
+            if k in capture:
+                states[slot_name(k)] = stream.rows.view(*token_ids.shape, -1)  # [M, h] -> [B, R, h]
+            stream = layer(stream, cos, sin, cache, rows)
+        last = stream.rows.view(*token_ids.shape, -1)  # [M, h] -> [B, R, h]
+        if len(self.layers) in capture:
+            states[slot_name(len(self.layers))] = last
+        return TargetOutput(last, states)
+
+    def final_norm(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> what the head reads [..., h]."""
+        return self.norm(last)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[V, h]; this rank's rows of it where there are several."""
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> [..., V]."""
+        rows = Stream(last.reshape(-1, last.shape[-1]))  # [..., h] -> [M, h]
+        logits = norm_linear(rows, self.norm.constants, self.head_weight)  # [M, Vr]
+        return self.gather_vocabulary(logits).view(*last.shape[:-1], -1)  # [M, V] -> [..., V]
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
+        """An empty cache of this model's shape, for this rank's KV heads."""
+        weight, c = self.embed_tokens.weight, self.config
+        kv_heads = self.parallel.cut_heads(c.num_heads, c.num_kv_heads).kv.size
+        return KVCache(c.num_layers, num_blocks, block_size, kv_heads, c.head_dim, weight.dtype, weight.device)
