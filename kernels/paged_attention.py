@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 
+from slipstream.kernels.dispatch import on_gpu
+
 
 @dataclass(frozen=True)
 class HostPlan:
@@ -87,6 +89,10 @@ def plan_rows(
         block_size: tokens a block.
         prefill: the rows are part of a prompt.
     """
+    if positions.is_cuda:
+        from slipstream.kernels.gpu.write_index import write_index as on_card
+
+        return AttentionRows(block_table, positions, block_size, on_card(block_table, positions, block_size), prefill)
     index = positions.clamp(min=0)
     blocks = block_table.gather(1, index // block_size) * (positions >= 0)  # [B, R]; padding: block 0
     write_index = (blocks * block_size + index % block_size).flatten()  # [B, R] -> [B * R]
@@ -123,6 +129,8 @@ def paged_attention(
     kv_heads = cache.shape[3]
     if not heads:
         return q
+    if on_gpu(q):
+        return _on_card(q, cache, rows, scale, window)
     host = rows.host
     visible = host.mask(window)
     if host.first_block is None:
@@ -140,3 +148,16 @@ def paged_attention(
         mask = visible[b, :, None, :, :num_keys]  # [R, 1, 1, T]
         parts.append(F.scaled_dot_product_attention(q[b], k, v, attn_mask=mask, scale=scale))
     return torch.stack(parts).reshape(batch, num_rows, heads, head_dim)  # B x [R, kv, group, d] -> [B, R, heads, d]
+
+
+def _on_card(
+    q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, scale: float, window: int | None
+) -> torch.Tensor:
+    """As `paged_attention`. The kernel is chosen by phase: rows of a prompt may differ in rounding from later ones."""
+    if rows.prefill:
+        from slipstream.kernels.gpu.prefill_attention import prefill_attention
+
+        return prefill_attention(q, cache, rows.block_table, rows.positions, scale, window)
+    from slipstream.kernels.gpu import paged_attention as gpu
+
+    return gpu.paged_attention(q, cache, rows.block_table, rows.positions, scale, window)

@@ -1,0 +1,373 @@
+"""Triton: attention of decode and verify rows over a paged cache, split along the keys.
+
+A request's keys are cut at absolute multiples: tiles of `Tile.keys` tokens, groups of FAN tiles, groups of FAN groups,
+and so on. What a row gets from a tile is a partial (m, l, acc); a node of that tree is its children merged in order.
+So a row's bits follow from its own position alone. Which program computes which node does not matter for them, and is
+chosen by the request's length: single tiles while there are few, whole groups when there are many. The program that
+completes a node's last child merges the node (integer counters that return to 0; no float atomics).
+
+What a row does not see (keys behind its position, before its window) gives it m = -inf and weights of exact 0, so that
+tiles which are there for other rows of the tile leave it as it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.kernels.gpu import launch
+
+FAN = 8
+# Programs of a launch: about two waves of 132 multiprocessors. Bits do not depend on it.
+PROGRAMS = 264
+# Whole groups are handed out as soon as they keep a third of the programs busy.
+_WIDE = 3
+LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
+
+
+@dataclass(frozen=True)
+class Tile:
+    """keys: tokens of a tile; rows: query rows of a program, at most; stages: of the load pipeline (no bits)."""
+
+    keys: int
+    rows: int
+    stages: int
+
+
+# By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
+_TILES = {64: Tile(128, 32, 5), 128: Tile(64, 32, 5), 256: Tile(32, 16, 5)}
+
+
+def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
+    """Tile of a (padded) head size. fp32 is for tests of tiny models: half the tile, twice the bytes."""
+    padded = max(64, triton.next_power_of_2(head_dim))
+    if padded not in _TILES:
+        raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
+    tile = _TILES[padded]
+    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 4), 16, 1)
+
+
+@triton.jit
+def _merge(m, l, acc, m2, l2, acc2):  # noqa: E741
+    """Partial (m, l, acc) followed by (m2, l2, acc2). One that saw nothing leaves the other's bits as they are."""
+    top = tl.maximum(m, m2)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    a, b = tl.exp2(m - safe), tl.exp2(m2 - safe)
+    # The fused multiply-add is spelled out: left to the compiler, it could differ between a merge here and one there.
+    l = tl.fma(l2, b, l * a)  # noqa: E741
+    b = tl.broadcast_to(b[:, None], acc2.shape)  # [M] -> [M, D]
+    acc = tl.fma(acc2, b, acc * a[:, None])
+    return top, l, acc
+
+
+# Numbers that differ between batches, lengths of tables and K, and need no kernel of their own.
+_PLAIN = ["table_stride", "positions_stride", "num_rows", "table_width", "slots", "tile_slots", "group_slots"]
+
+
+@triton.jit(do_not_specialize=_PLAIN)
+def _decode(
+    q_ptr,
+    q_stride,
+    cache_ptr,
+    table_ptr,
+    table_stride,
+    positions_ptr,
+    positions_stride,
+    out_ptr,
+    partials_ptr,
+    counters_ptr,
+    num_rows,
+    table_width,
+    slots,
+    tile_slots,
+    group_slots,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    M: tl.constexpr,
+    T: tl.constexpr,
+    FAN: tl.constexpr,
+    WIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    program, num_programs, pair, request = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
+    kv_head = pair % KV_HEADS
+    pair_of_all = (request * tl.num_programs(1) + pair).to(tl.int64)
+    folded = pair // KV_HEADS * M + tl.arange(0, M)  # [M], rows with the group of query heads folded in
+    row, head = folded // GROUP, kv_head * GROUP + folded % GROUP
+    real = row < num_rows
+    dims = tl.arange(0, D)
+    held = dims < HEAD_DIM
+    keys = tl.arange(0, T)
+    q_cells = (request * num_rows + row).to(tl.int64)
+    cell_stride = 2 * KV_HEADS * HEAD_DIM
+    cache_ptr += kv_head * HEAD_DIM
+    table_ptr += request.to(tl.int64) * table_stride
+    slot_size = M * (D + 2)
+    partials_ptr += pair_of_all * slots * slot_size
+    counters_ptr += pair_of_all * slots
+    acc_cells = tl.arange(0, M)[:, None] * D + dims[None, :]  # [M, D], inside a slot; then m [M], then l [M]
+    ml_cells = M * D + tl.arange(0, M)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    position = tl.load(positions_ptr + request.to(tl.int64) * positions_stride + row, mask=real, other=-1).to(tl.int32)
+    q_cell = q_ptr + q_cells[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(q_cell, mask=real[:, None] & held[None, :], other=0.0)  # [M, D]
+    if UPCAST:
+        q = q.to(tl.float32)
+    high = tl.max(position, 0)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - WINDOW + 1, 0)
+    first, last = low // T, tl.maximum(high, 0) // T
+    # The unit of work: a tile, or a group of FAN tiles.
+    per = 1
+    cap = tile_slots
+    base = 0
+    if (last // FAN - first // FAN + 1) * WIDE >= num_programs:
+        per = FAN
+        cap = group_slots
+        base = tile_slots
+
+    for unit in range(first // per + program, last // per + 1, num_programs):
+        m = tl.full([M], float("-inf"), tl.float32)
+        l = tl.zeros([M], tl.float32)  # noqa: E741
+        acc = tl.zeros([M, D], tl.float32)
+        start, stop = tl.maximum(unit * per, first), tl.minimum(unit * per + per, last + 1)
+        for tile in tl.range(start, stop, num_stages=STAGES):
+            token = tile * T + keys
+            block = tl.load(table_ptr + token // BLOCK_SIZE, mask=token < table_width * BLOCK_SIZE, other=0)
+            cell = cache_ptr + (block * BLOCK_SIZE + token % BLOCK_SIZE) * cell_stride
+            used = (token >= low) & (token <= high)
+            mask = used[:, None] & held[None, :]
+            k = tl.load(cell[:, None] + dims[None, :], mask=mask, other=0.0)  # [T, D]
+            v = tl.load(cell[:, None] + (KV_HEADS * HEAD_DIM) + dims[None, :], mask=mask, other=0.0)
+            if UPCAST:
+                k, v = k.to(tl.float32), v.to(tl.float32)
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, T]
+            seen = token[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+            top = tl.max(s, 1) * scale
+            safe = tl.where(top == float("-inf"), 0.0, top)
+            p = tl.exp2(tl.fma(s, tl.full([M, T], 1.0, tl.float32) * scale, tl.broadcast_to(-safe[:, None], [M, T])))
+            mixed = tl.dot(p.to(v.dtype), v, input_precision="ieee")  # [M, D]
+            m, l, acc = _merge(m, l, acc, top, tl.sum(p, 1), mixed)  # noqa: E741
+
+        # Up the tree, for as long as this program completes the node that its own belongs to.
+        node, low_node, high_node = unit, first // per, last // per
+        offset, room = base, cap
+        alive = 1
+        while (low_node < high_node) & (alive == 1):
+            slot = partials_ptr + (offset + node - low_node) * slot_size
+            tl.store(slot + acc_cells, acc, mask=real[:, None])
+            tl.store(slot + ml_cells, m, mask=real)
+            tl.store(slot + ml_cells + M, l, mask=real)
+            parent = node // FAN
+            children = tl.minimum(high_node, parent * FAN + FAN - 1) - tl.maximum(low_node, parent * FAN) + 1
+            counter = counters_ptr + offset + room + parent - low_node // FAN
+            tl.debug_barrier()  # all threads have stored before one of them counts
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == children - 1:
+                tl.store(counter, 0)
+                m = tl.full([M], float("-inf"), tl.float32)
+                l = tl.zeros([M], tl.float32)  # noqa: E741
+                acc = tl.zeros([M, D], tl.float32)
+                for i in tl.static_range(FAN):
+                    child = parent * FAN + i
+                    there = real & (child >= low_node) & (child <= high_node)
+                    slot = partials_ptr + (offset + child - low_node) * slot_size
+                    m2 = tl.load(slot + ml_cells, mask=there, other=float("-inf"), cache_modifier=".cg")
+                    l2 = tl.load(slot + ml_cells + M, mask=there, other=0.0, cache_modifier=".cg")
+                    acc2 = tl.load(slot + acc_cells, mask=there[:, None], other=0.0, cache_modifier=".cg")
+                    m, l, acc = _merge(m, l, acc, m2, l2, acc2)  # noqa: E741
+            else:
+                alive = 0
+            node = parent
+            offset, room = offset + room, room // FAN + 2
+            low_node, high_node = low_node // FAN, high_node // FAN
+        if alive == 1:
+            inverse = 1.0 / tl.where(l == 0.0, 1.0, l)  # a padding row saw nothing: zeros
+            cells = out_ptr + ((q_cells * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + dims[None, :]
+            tl.store(cells, acc * inverse[:, None], mask=real[:, None] & held[None, :])
+
+
+@dataclass(frozen=True)
+class _Split:
+    """How a launch divides its work, and where its partials lie. Of these, only `rows` and `keys` could touch bits."""
+
+    rows: int  # M: query rows of a program
+    keys: int  # T: tokens of a tile
+    row_blocks: int
+    programs: int  # of each (request, KV head, block of rows)
+    tile_slots: int
+    group_slots: int
+    slots: int
+
+    @staticmethod
+    def of(batch: int, folded: int, kv_heads: int, context: int, tile: Tile, programs: int) -> "_Split":
+        """folded: rows x query heads of a KV head; context: tokens that the block table can hold."""
+        rows = min(tile.rows, max(16, triton.next_power_of_2(folded)))
+        row_blocks = triton.cdiv(folded, rows)
+        tiles = triton.cdiv(context, tile.keys)
+        each = max(1, min(tiles, triton.cdiv(programs, batch * kv_heads * row_blocks)))
+        # Single tiles are handed out only while their groups are too few for the programs.
+        tile_slots = min(tiles, FAN * ((each - 1) // _WIDE))
+        group_slots = tiles // FAN + 2
+        slots, room, top = tile_slots + group_slots, group_slots, (tiles - 1) // FAN
+        while top > 0:  # n nodes in a row have at most n // FAN + 2 parents; up to the level of a single node
+            room, top = room // FAN + 2, top // FAN
+            slots += room
+        return _Split(rows, tile.keys, row_blocks, each, tile_slots, group_slots, slots)
+
+
+class _Workspace:
+    """Partials and counters of one device; launches follow each other in one stream, so one set serves all.
+
+    Grows outside of graph capture only. What it outgrew stays allocated: captured graphs point to it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.partials = torch.empty(0, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[torch.Tensor] = []
+
+    def reserve(self, partials: int, counters: int) -> None:
+        """At least so many fp32 partials and counters, which are 0."""
+        if partials <= self.partials.numel() and counters <= self.counters.numel():
+            return
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ValueError("the workspace of paged attention grows during graph capture: call prepare before it")
+        self._outgrown += [self.partials, self.counters]
+        self.partials = torch.empty(max(partials, self.partials.numel()), dtype=torch.float32, device=self.device)
+        self.counters = torch.zeros(max(counters, self.counters.numel()), dtype=torch.int32, device=self.device)
+
+
+_WORKSPACES: dict[torch.device, _Workspace] = {}
+
+
+def _reserve(device: torch.device, batch: int, kv_heads: int, split: _Split, padded: int) -> _Workspace:
+    workspace = _WORKSPACES.setdefault(device, _Workspace(device))
+    slots = batch * kv_heads * split.row_blocks * split.slots
+    workspace.reserve(slots * split.rows * (padded + 2), slots)
+    return workspace
+
+
+def prepare(
+    device: torch.device,
+    batches: tuple[int, ...],
+    num_rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    context: int,
+    dtype: torch.dtype,
+) -> None:
+    """Allocates what launches of these sizes need, before graphs are captured. A warm-up launch does the same.
+
+    Args:
+        device: of the cache.
+        batches: requests of a step, every bucket.
+        num_rows: rows of a request, at most (K + 1).
+        heads, kv_heads, head_dim: of this rank.
+        context: tokens that a request's blocks hold.
+        dtype: of the cache.
+    """
+    tile = tile_of(head_dim, dtype)
+    for batch in batches:
+        split = _Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, PROGRAMS)
+        _reserve(device, batch, kv_heads, split, max(64, triton.next_power_of_2(head_dim)))
+
+
+def paged_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    programs: int = PROGRAMS,
+) -> torch.Tensor:
+    """Decode and verify rows.
+
+    Args:
+        q: [B, R, heads, head_dim].
+        cache: [num_blocks, block_size, 2, kv_heads, head_dim], contiguous.
+        block_table: [B, blocks_per_sequence] int64.
+        positions: [B, R] int64; -1 marks padding, which gives zeros.
+        scale: multiplied onto q.k; above 0.
+        window: positions that a row sees, itself included; None: all.
+        programs: of the launch, about; changes no bits.
+
+    Returns:
+        [B, R, heads, head_dim].
+    """
+    batch, num_rows, heads, head_dim = q.shape
+    _, block_size, _, kv_heads, _ = cache.shape
+    check(q, cache, block_table, scale, window)
+    q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
+    positions = positions if positions.stride(1) == 1 else positions.contiguous()
+    padded = max(64, triton.next_power_of_2(head_dim))
+    tile, group, width = tile_of(head_dim, q.dtype), heads // kv_heads, block_table.shape[1]
+    split = _Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, programs)
+    workspace = _reserve(q.device, batch, kv_heads, split, padded)
+    out = torch.empty((batch, num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
+    launch.launch(
+        _decode,
+        (split.programs, kv_heads * split.row_blocks, batch),
+        num_warps=4,
+        q_ptr=q,
+        q_stride=q.stride(1),
+        cache_ptr=cache,
+        table_ptr=block_table,
+        table_stride=block_table.stride(0),
+        positions_ptr=positions,
+        positions_stride=positions.stride(0),
+        out_ptr=out,
+        partials_ptr=workspace.partials,
+        counters_ptr=workspace.counters,
+        num_rows=num_rows,
+        table_width=width,
+        slots=split.slots,
+        tile_slots=split.tile_slots,
+        group_slots=split.group_slots,
+        scale=scale * LOG2_E,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        D=padded,
+        BLOCK_SIZE=block_size,
+        WINDOW=window or 0,
+        M=split.rows,
+        T=split.keys,
+        FAN=FAN,
+        WIDE=_WIDE,
+        STAGES=tile.stages,
+        UPCAST=launch.INTERPRET,
+    )
+    return out
+
+
+def check(
+    q: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, scale: float, window: int | None = None
+) -> None:
+    """What the kernels assume of their arguments; a ValueError names what does not hold."""
+    heads, kv_heads, block_size = q.shape[2], cache.shape[3], cache.shape[1]
+    if heads % kv_heads or q.shape[3] != cache.shape[4] or q.dtype != cache.dtype:
+        raise ValueError(f"q {q.dtype} {tuple(q.shape)} does not fit the cache {cache.dtype} {tuple(cache.shape)}")
+    if block_size & (block_size - 1) or not cache.is_contiguous() or block_table.stride(1) != 1:
+        raise ValueError(f"blocks of {block_size} tokens: a power of two and a contiguous cache and table are needed")
+    if scale <= 0 or (window is not None and window < 1):
+        raise ValueError(f"scale {scale} and window {window} must be above 0")
