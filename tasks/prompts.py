@@ -39,7 +39,7 @@ def load_prompts(source: str) -> list[Prompt]:
             do="convert it (for instance `iconv -t UTF-8`) or correct that byte",
         ) from error
     prompts: dict[str, Prompt] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold the other line separators
         if not line.strip():
             continue
         prompt = _parse(line, f"{path}:{number}")

@@ -6,7 +6,7 @@ slot t embeds x_{t+1}, so the first supervised slot is P - 1; the teacher of slo
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -69,6 +69,8 @@ class Batch:
         features: [B, T, n * ht].
         slots: [B, S] int64, each conversation's supervised slots, padded with slot 0.
         supervised: [K, B, S] bool, rows with a loss at each step.
+        rows: one [m] int64 a step, the same as indices into the B * S rows: their number is known without asking the
+            device.
         teacher: [M, ht] teacher states that some row needs, pre-norm.
         teacher_rows: [K, B, S] int64, row of `teacher` for each step and row (0 where not supervised).
     """
@@ -77,12 +79,22 @@ class Batch:
     features: torch.Tensor
     slots: torch.Tensor
     supervised: torch.Tensor
+    rows: tuple[torch.Tensor, ...]
     teacher: torch.Tensor
     teacher_rows: torch.Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on another device."""
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        """The batch on another device; from pinned memory the host does not wait for the copy."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "Batch":
+        """The batch in memory from which a GPU copies by itself."""
+        return self._map(torch.Tensor.pin_memory)
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        names = [field.name for field in fields(self) if field.name != "rows"]
+        changed = {name: change(getattr(self, name)) for name in names}
+        return Batch(rows=tuple(map(change, self.rows)), **changed)
 
     def step_tokens(self, step: int) -> torch.Tensor:
         """[B, S] int64: the token that each row embeds at `step` (any token where it lies past the end)."""
@@ -127,6 +139,7 @@ def collate(conversations: Sequence[Conversation], num_steps: int) -> Batch:
         features=pad_sequence([c.features[:-1] for c in conversations], batch_first=True),
         slots=padded_slots,
         supervised=supervised,
+        rows=tuple(on.flatten().nonzero().squeeze(1) for on in supervised),  # [B, S] -> [m]
         teacher=torch.cat(teachers),
         teacher_rows=teacher_rows,
     )

@@ -25,24 +25,27 @@ class MasterAdamW:
         self._trained = {n: p for n, p in network.named_parameters() if p.requires_grad}
         self._clip = grad_clip_norm
         self.masters = {n: p.detach().float().clone().requires_grad_() for n, p in self._trained.items()}
+        self._gradients = [torch.zeros_like(p) for p in self.masters.values()]
+        for master, gradient in zip(self.masters.values(), self._gradients, strict=True):
+            master.grad = gradient
         matrices = [p for p in self.masters.values() if p.dim() > 1]
         vectors = [p for p in self.masters.values() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         # The rate is a tensor-free float, set before each step by `step`.
         self._adamw = torch.optim.AdamW(groups, lr=0.0, betas=self.BETAS, fused=True)
 
-    def step(self, learning_rate: float) -> float:
-        """Apply the network's gradients and clear them. Returns the gradient's norm before clipping."""
-        for name, parameter in self._trained.items():
-            gradient = parameter.grad
-            self.masters[name].grad = torch.zeros_like(self.masters[name]) if gradient is None else gradient.float()
-            parameter.grad = None
+    def step(self, learning_rate: float) -> torch.Tensor:
+        """Apply the network's gradients and clear them. Waits for no device.
+
+        Returns the gradient's norm before clipping, a scalar on the masters' device.
+        """
+        self._take_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.masters.values(), self._clip)
         for group in self._adamw.param_groups:
             group["lr"] = learning_rate
         self._adamw.step()
         self._write_back()
-        return float(norm)
+        return norm
 
     def state_dict(self) -> dict[str, Any]:
         """Masters and moments; plain tensors and numbers only."""
@@ -57,6 +60,13 @@ class MasterAdamW:
         self._write_back()
 
     @torch.no_grad()
+    def _take_gradients(self) -> None:
+        """The network's gradients become the masters' own, in fp32; a parameter without one gets zero."""
+        found = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._trained.values()]
+        torch._foreach_copy_(self._gradients, found)
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    @torch.no_grad()
     def _write_back(self) -> None:
-        for name, parameter in self._trained.items():
-            parameter.copy_(self.masters[name])
+        torch._foreach_copy_(list(self._trained.values()), list(self.masters.values()))

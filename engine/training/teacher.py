@@ -5,8 +5,8 @@ import torch
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rms_norm import rms_norm
 
-# Rows of full-vocabulary logits held at a time: 256 x 163,840 in fp32 is 168 MB.
-_ROWS_PER_CHUNK = 256
+# Full-vocabulary logits held at a time, in the states' dtype; on a CPU few enough to stay in the cache.
+_LOGITS_PER_CHUNK = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 class Teacher:
@@ -38,7 +38,8 @@ class Teacher:
     @torch.no_grad()
     def argmax(self, states: torch.Tensor) -> torch.Tensor:
         """States [M, ht] -> the target's greedy token over its whole vocabulary, [M] int64 (ties to the lowest id)."""
-        chunks = [self.logits(c).argmax(-1) for c in states.split(_ROWS_PER_CHUNK)]
+        rows = max(1, _LOGITS_PER_CHUNK[states.device.type] // self.head.shape[0])
+        chunks = [self.logits(c).argmax(-1) for c in states.split(rows)]
         return torch.cat(chunks) if chunks else states.new_zeros(0, dtype=torch.int64)
 
     def _norm(self, states: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,11 +12,12 @@ import torch
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.training.checkpoint import config_dict, load_checkpoint, save_checkpoint
-from slipstream.engine.training.data import ConversationSource, collate, plan_batches, supervised_indices
+from slipstream.engine.training.data import Batch, ConversationSource, plan_batches, supervised_indices
 from slipstream.engine.training.evaluate import Evaluation, Evaluator
 from slipstream.engine.training.log import MetricsLog
 from slipstream.engine.training.loss import TttLoss, ttt_loss
 from slipstream.engine.training.optimizer import MasterAdamW
+from slipstream.engine.training.prefetch import BatchStream
 from slipstream.engine.training.settings import TrainingSettings
 from slipstream.engine.training.teacher import Teacher
 
@@ -94,6 +95,7 @@ class Trainer:
         ]
         self.optimizer = MasterAdamW(network, settings.weight_decay, settings.grad_clip_norm)
         self.step, self.seconds, self.evaluated, self.loss = 0, 0.0, 0, float("nan")
+        self._batches: Iterator[Batch] = iter(())
         self._restore()
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainingResult:
@@ -103,7 +105,13 @@ class Trainer:
         """
         started = time.monotonic() - self.seconds
         saved, stopped = time.monotonic(), False
-        with MetricsLog(self.out, self.step) as log:
+        device = self.network.fc.weight.device
+        rest = self.plan[self.step :]
+        with (
+            MetricsLog(self.out, self.step) as log,
+            BatchStream(self.source, rest, self.settings.num_steps, device) as batches,
+        ):
+            self._batches = iter(batches)
             while self._fraction() < 1 and not stopped:
                 figures = self._train_step()
                 self.seconds = time.monotonic() - started
@@ -135,23 +143,23 @@ class Trainer:
         """One optimiser step on the plan's next batch. Returns its figures."""
         settings = self.settings
         rate = settings.rate_at(self._fraction(ahead=0.5))
-        batch = collate([self.source[i] for i in self.plan[self.step]], settings.num_steps)
-        batch = batch.to(self.network.fc.weight.device)
+        batch = next(self._batches)
         with_hits = self.step % settings.hits_every_steps == 0
         result = ttt_loss(
             self.network, batch, self.teacher, settings.num_steps, settings.step_loss_decay, with_hits=with_hits
         )
-        self.loss = float(result.total.detach())
+        result.total.backward()
+        norm = self.optimizer.step(rate)
+        # The one place where the host waits for the device; a bad step has spoilt the weights in memory, not on disk.
+        self.loss, gradient_norm, *steps = torch.stack((result.total.detach(), norm, *result.steps)).tolist()
         if not math.isfinite(self.loss):
             raise SlipstreamError(
                 f"the loss is {self.loss} at step {self.step + 1}",
                 expected="a finite loss",
                 do="lower training.learning_rate and delete the stage's partial directory",
             )
-        result.total.backward()
-        norm = self.optimizer.step(rate)
         self.step += 1
-        return _figures(result, self.loss, norm, rate)
+        return _figures(result, self.loss, steps, gradient_norm, rate)
 
     def _fraction(self, ahead: float = 0.0) -> float:
         """Share of the run that is done: by steps or by seconds, whichever is further on."""
@@ -213,10 +221,10 @@ class Trainer:
         torch.set_rng_state(state["random_state"])
 
 
-def _figures(result: TttLoss, loss: float, norm: float, rate: float) -> dict[str, Any]:
+def _figures(result: TttLoss, loss: float, steps: list[float], norm: float, rate: float) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "loss": loss,
-        "step_loss": result.steps.tolist(),
+        "step_loss": steps,
         "supervised_slots": result.counts.tolist(),
         "gradient_norm": norm,
         "learning_rate": rate,

@@ -340,3 +340,11 @@ def test_no_prompts_at_all(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="holds no prompts"):
         load_prompts(str(tmp_path / "empty.jsonl"))
     assert prompts_path("builtin").is_file()
+
+
+def test_other_line_separators_inside_a_prompt(tmp_path: Path) -> None:
+    """JSON allows U+2028 and its like inside a text: only a newline ends a line."""
+    turn = "one\u2028two\u0085three\u2029four"
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "a", "category": "c", "turns": [turn]}, ensure_ascii=False) + "\r\n")
+    assert load_prompts(str(path)) == [Prompt("a", "c", (turn,))]
