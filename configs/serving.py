@@ -52,6 +52,9 @@ class Server(Section):
         default="bfloat16",
         description="Type in which the target and the draft are served; float16 by another engine alone.",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where target and draft are served; `auto` is the card where there is one."
+    )
     after: Literal["stop", "keep"] = Field(
         default="stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
     )

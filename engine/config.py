@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from slipstream.engine.errors import SlipstreamError
 
 MAX_NUM_STEPS = 8  # longer chains are not served
+MAX_ROUNDS_IN_FLIGHT = 8
+SMALLEST_ROW_BUCKET = 16
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,11 @@ class EngineConfig:
         prefill_chunk_tokens: prompt tokens a prefill step.
         num_kv_blocks: KV blocks, the dummy block included; None: enough for every slot at full context.
         dtype: dtype of weights and caches.
-        device: where they live.
+        device: where they live, "cpu" or "cuda".
+        graphs: steps are captured once and replayed. None: on a GPU. On the CPU a replay runs the captured function
+            again on the same buffers, so that what graphs demand of the engine shows in tests without a card.
+        rounds_in_flight: launches whose results the host has not waited for when it launches the next one. None: 2 on
+            a GPU, 0 on the CPU, where a launch ends when its work is done.
 
     Raises SlipstreamError for sizes that cannot work.
     """
@@ -32,6 +38,8 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
+    graphs: bool | None = None
+    rounds_in_flight: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_steps <= MAX_NUM_STEPS:
@@ -49,6 +57,14 @@ class EngineConfig:
                 expected="2 or more: a prompt token and a new one",
                 do="raise max_context_tokens",
             )
+        if self.device not in ("cpu", "cuda"):
+            raise SlipstreamError(f"device = {self.device!r}", expected="cpu or cuda", do="correct server.device")
+        if not 0 <= self.in_flight <= MAX_ROUNDS_IN_FLIGHT:
+            raise SlipstreamError(
+                f"rounds_in_flight = {self.rounds_in_flight}",
+                expected=f"0 to {MAX_ROUNDS_IN_FLIGHT}: two hide the host, more only delay what stops an answer",
+                do="correct rounds_in_flight",
+            )
 
     @property
     def blocks_per_request(self) -> int:
@@ -61,3 +77,33 @@ class EngineConfig:
         if self.num_kv_blocks is not None:
             return self.num_kv_blocks
         return 1 + self.max_running_requests * self.blocks_per_request
+
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device == "cuda" if self.graphs is None else self.graphs
+
+    @property
+    def in_flight(self) -> int:
+        """`rounds_in_flight` with its default filled in."""
+        if self.rounds_in_flight is None:
+            return 2 if self.device == "cuda" else 0
+        return self.rounds_in_flight
+
+    @property
+    def batch_buckets(self) -> tuple[int, ...]:
+        """Requests of a captured round: 1, 2, 4, .. and max_running_requests. A smaller batch is filled up."""
+        return _buckets(1, 2, self.max_running_requests)
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Rows of a captured prefill chunk: 16, 64, 256, .. and the longest chunk that there can be."""
+        return _buckets(SMALLEST_ROW_BUCKET, 4, min(self.prefill_chunk_tokens, self.max_context_tokens))
+
+
+def _buckets(first: int, factor: int, largest: int) -> tuple[int, ...]:
+    """first, first * factor, .. below `largest`, and `largest`."""
+    sizes = []
+    while first < largest:
+        sizes.append(first)
+        first *= factor
+    return (*sizes, largest)

@@ -1,26 +1,30 @@
 """The engine: takes requests, runs steps, hands out tokens. Speculation never changes what it hands out."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.agreement import RankAgreement
 from slipstream.engine.block_manager import BlockManager
+from slipstream.engine.compile_count import COMPILES
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.in_flight import Flight, wait_for
 from slipstream.engine.models import TargetModel
 from slipstream.engine.proposer import Proposer
-from slipstream.engine.runner import PhaseSeconds, RoundResult, Runner
+from slipstream.engine.round_graph import make_steps
+from slipstream.engine.runner import PrefillResult, RoundResult, Runner
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Chunk, Scheduler
-from slipstream.engine.sequence import Completion, Request, RequestOutput, TokenLogprob
+from slipstream.engine.sequence import Completion, Request, RequestOutput, SequenceStatus, TokenLogprob
 from slipstream.engine.sequence import Sequence as Running
 from slipstream.engine.stats import EngineStats
-from slipstream.engine.trace import RoundTrace, TraceRecorder
-from slipstream.kernels.sampling import SamplingBatch, token_logprobs
+from slipstream.engine.trace import RoundTrace, TraceRecorder, on_host
+from slipstream.kernels.round_ring import RoundRecord
+from slipstream.kernels.sampling import token_logprobs
 
 __all__ = ["Completion", "Engine", "EngineConfig", "Request", "RequestOutput"]
 
@@ -50,17 +54,47 @@ class Engine:
         _check_fit(target, config, proposer)
         self.target, self.config, self.agreement = target, config, agreement
         self.runner = Runner(target, config, proposer, capture_slots)
+        if self.runner.device.type != config.device:
+            raise SlipstreamError(
+                f"the target lies on {self.runner.device.type}, and device = {config.device}",
+                expected="the target on the engine's device",
+                do="load it with load_target(..., device=...)",
+            )
+        self.steps = make_steps(self.runner)
         blocks = BlockManager(config.total_blocks, config.block_size_tokens)
         self.scheduler = Scheduler(
             config.max_running_requests, blocks, config.prefill_chunk_tokens, lookahead=config.num_steps + 1
         )
         self.stats = EngineStats()
+        self.started = False
         self._sequences: dict[str, Running] = {}
-        self._batch: tuple[list[Running], torch.Tensor, SamplingBatch] | None = None
+        self._flights: deque[Flight] = deque()
+        self._at_ready = (0, 0)  # captures and compiles
+        self._num_watched = 0  # admitted requests whose results are read from what the last launch left
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
+
+    def start(self) -> None:
+        """Warms up and captures, before the first request; the first step does it where nobody has."""
+        if not self.started:
+            self.steps.prepare()
+            self.started = True
+            self.mark_ready()
+
+    def mark_ready(self) -> None:
+        """From now on nothing is to be captured or compiled; what is all the same, is counted."""
+        self._at_ready = (self.steps.captures, COMPILES.count)
+
+    @property
+    def captures_after_ready(self) -> int:
+        return self.steps.captures - self._at_ready[0]
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Of the process's Triton kernels: those of another engine count, too."""
+        return COMPILES.count - self._at_ready[1]
 
     def add_request(self, request: Request) -> Request:
         """Queues a request. Returns it with its seed drawn. Raises SlipstreamError for one that could never run."""
@@ -98,19 +132,32 @@ class Engine:
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Admits what fits, runs one prefill chunk and one round; what every request with news got."""
-        began, before = time.perf_counter(), replace(self.runner.seconds)
-        outputs = []
-        for sequence in self.scheduler.admit():
-            self.runner.table.occupy(sequence.slot, sequence.request.prompt_ids, sequence.limit, sequence.blocks)
-        chunk = self.scheduler.next_chunk()
-        if chunk is not None:
-            outputs += self._prefill(chunk)
-        if self.scheduler.running:
-            outputs += self._round(list(self.scheduler.running))
+        """Admits what fits, launches one prefill chunk and one round; what every request with news got.
+
+        The news are of the oldest launch that is out: with `rounds_in_flight` of 0 that is this step's own.
+        """
+        if not self.started:
+            self.start()
+        outputs: list[RequestOutput] = []
+        with self.steps.context():
+            if self.scheduler.waiting:
+                self._admit()
+            self._collect_until(self._depth, outputs)
+            chunk = self.scheduler.next_chunk()
+            if chunk is not None:
+                self._launch_chunk(chunk)
+                self._collect_until(self._depth, outputs)
+            ready = self._ready()
+            if ready:
+                self._launch_round(ready)
+                self._collect_until(self._depth, outputs)
+            elif chunk is None and self._flights:
+                self._collect(outputs)
         if self.agreement:
             self.agreement.check()
-        self._count_step(time.perf_counter() - began, before)
+        self.stats.steps += 1
+        if not self.scheduler.has_work:
+            self.stats.note_idle()
         return outputs
 
     def generate(
@@ -143,55 +190,105 @@ class Engine:
                         progress(len(done), len(prompts))
         return [done[i] for i in range(len(prompts))]
 
-    def _prefill(self, chunk: Chunk) -> list[RequestOutput]:
-        sequence, request = chunk.sequence, chunk.sequence.request
-        sampling = SamplingBatch.from_params([request.params], [request.choice_index], self.config.device)
-        result = self.runner.prefill(sequence.slot, chunk.start, chunk.end, sampling, request.request_id)
-        self.stats.prompt_tokens += chunk.end - chunk.start
+    @property
+    def _depth(self) -> int:
+        """Launches that may stay out. None, while somebody reads what the last one left beside its tokens."""
+        return 0 if self._num_watched or self.agreement else self.config.in_flight
+
+    def _admit(self) -> None:
+        for sequence in self.scheduler.admit():
+            request = sequence.request
+            self.runner.occupy(sequence.slot, request, sequence.limit, sequence.blocks)
+            self._num_watched += sequence.is_watched
+
+    def _ready(self) -> list[Running]:
+        """Running requests that a round can give something: each launch that is out gives them a token or more."""
+        return [s for s in self.scheduler.running if s.length + s.in_flight < s.limit]
+
+    def _launch_chunk(self, chunk: Chunk) -> None:
+        sequence, rows, began = chunk.sequence, chunk.end - chunk.start, time.perf_counter()
+        result = self.steps.prefill(sequence.slot, chunk.start, rows, is_last=chunk.is_last)
+        self._flights.append(Flight(self.steps.launched - 1, [sequence], result, began, chunk))
+        sequence.in_flight += chunk.is_last
+        self.stats.prompt_tokens += rows
+        self.scheduler.chunk_done(chunk)
+
+    def _launch_round(self, sequences: list[Running]) -> None:
+        began = time.perf_counter()
+        result = self.steps.round([s.slot for s in sequences])
+        self._flights.append(Flight(self.steps.launched - 1, sequences, result, began))
+        for sequence in sequences:
+            sequence.in_flight += 1
+
+    def _collect_until(self, depth: int, outputs: list[RequestOutput]) -> None:
+        while len(self._flights) > depth:
+            self._collect(outputs)
+
+    def _collect(self, outputs: list[RequestOutput]) -> None:
+        """Waits for the oldest launch, and hands out what it gave to the requests that have not ended meanwhile."""
+        flight = self._flights.popleft()
+        record = wait_for(self.runner.ring, flight, self.runner.device)
+        if isinstance(flight.result, PrefillResult):
+            self._collect_chunk(flight, flight.result, record, outputs)
+        else:
+            self._collect_round(flight, flight.result, record, outputs)
+
+    def _collect_chunk(
+        self, flight: Flight, result: PrefillResult, record: RoundRecord, outputs: list[RequestOutput]
+    ) -> None:
+        (sequence,), chunk = flight.sequences, flight.chunk
+        assert chunk is not None
         if self.agreement:
             self.agreement.note_states(result.states)
-            self.agreement.note_tokens(*[] if result.token is None else [result.token])
+            self.agreement.note_tokens(*[result.token] if chunk.is_last else [])
+        sequence.in_flight -= chunk.is_last
+        if sequence.status is SequenceStatus.FINISHED:
+            return
+        self.stats.add_chunk_time(record.stamps_ns[2], time.perf_counter() - flight.launched_at)
         if sequence.recorder:
-            states = {name: state[0] for name, state in result.states.items()}
-            sequence.recorder.add(states, result.last[0], self.target.logits(result.last[0]))
-        self.scheduler.chunk_done(chunk)
-        if result.token is None or result.logits is None:
-            return []
-        return [self._deliver(sequence, result.token[0].tolist(), result.logits[0])]
+            rows = chunk.end - chunk.start
+            states = {name: state[0, :rows] for name, state in result.states.items()}
+            # All rows of the launch: another number of them might need another kernel.
+            with torch.inference_mode():
+                logits = self.target.logits(result.last[0])
+            sequence.recorder.add(states, result.last[0, :rows], logits[:rows])
+        if chunk.is_last:
+            outputs.append(self._deliver(sequence, record.requests[0].tokens, result.logits[0]))
 
-    def _round(self, sequences: list[Running]) -> list[RequestOutput]:
-        if self._batch is None or self._batch[0] != sequences:  # parameters change only when the batch does
-            requests = [s.request for s in sequences]
-            sampling = SamplingBatch.from_params(
-                [r.params for r in requests], [r.choice_index for r in requests], self.config.device
-            )
-            slots = torch.tensor([s.slot for s in sequences], device=self.config.device)
-            self._batch = (sequences, slots, sampling)
-        _, slots, sampling = self._batch
-        result = self.runner.round(slots, sampling, [s.request.request_id for s in sequences])
-        self.stats.rounds += 1
+    def _collect_round(
+        self, flight: Flight, result: RoundResult, record: RoundRecord, outputs: list[RequestOutput]
+    ) -> None:
         if self.agreement:
             self.agreement.note_states(result.states)
             self.agreement.note_tokens(result.tokens, result.accepted, result.start)
             if result.proposal is not None:
                 self.agreement.note_drafts(result.proposal.tokens)
-        outputs = []
-        facts = zip(sequences, result.tokens.tolist(), result.accepted.tolist(), result.num_valid.tolist(), strict=True)
-        for b, (sequence, tokens, accepted, num_valid) in enumerate(facts):
+        num_steps, counted = self.config.num_steps, False
+        for b, (sequence, news) in enumerate(zip(flight.sequences, record.requests, strict=True)):
+            sequence.in_flight -= 1
+            if sequence.status is SequenceStatus.FINISHED:
+                continue  # it ended, or was dropped, after this was launched
+            if not counted:
+                counted = True
+                self.stats.rounds += 1
+                self.stats.add_round_time(record.stamps_ns)
             if sequence.recorder:
-                _record(sequence.recorder, result, b, accepted)
-            output = self._deliver(sequence, tokens[: accepted + 1], result.logits[b])
-            counts = self.stats.acceptance.setdefault(self.config.num_steps, AcceptanceCounts(self.config.num_steps))
-            counts.add(accepted, num_valid < self.config.num_steps, ends_request=output.finish_reason is not None)
+                _record(sequence.recorder, result, b, news.accepted)
+            output = self._deliver(sequence, news.tokens, result.logits[b] if self._num_watched else None)
+            ended = output.finish_reason is not None
+            self.stats.counts(num_steps).add(news.accepted, news.num_valid < num_steps, ends_request=ended)
             outputs.append(output)
-        return outputs
 
-    def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor) -> RequestOutput:
-        """Hands over committed tokens (logits [rows, V] of the same rows first), cut at a stop token or the limit."""
+    def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor | None) -> RequestOutput:
+        """Hands over committed tokens, cut at a stop token or the limit.
+
+        logits: [rows, V] of the same rows first; None where nobody asked: the next launch may be overwriting them.
+        """
         taken, finish_reason = sequence.append(tokens)
         self.stats.generated_tokens += len(taken)
         request, logprobs, trace = sequence.request, None, None
         if request.params.logprobs is not None:
+            assert logits is not None
             logprobs = _logprobs(logits[: len(taken)], taken, request.params.logprobs)
         if finish_reason:
             if sequence.recorder:
@@ -201,19 +298,11 @@ class Engine:
 
     def _release(self, sequence: Running) -> None:
         if sequence.slot >= 0:
-            self.runner.table.clear(sequence.slot)
+            self._num_watched -= sequence.is_watched
+            with self.steps.context():
+                self.runner.table.clear(sequence.slot)
         self.scheduler.finish(sequence)
         del self._sequences[sequence.request.request_id]
-
-    def _count_step(self, seconds: float, before: PhaseSeconds) -> None:
-        """Splits a step's wall time into its phases; the rest is sampling, commit and the host."""
-        stats, now = self.stats, self.runner.seconds
-        prefill, draft, verify = now.prefill - before.prefill, now.draft - before.draft, now.verify - before.verify
-        stats.steps += 1
-        stats.prefill_seconds += prefill
-        stats.draft_seconds += draft
-        stats.verify_seconds += verify
-        stats.rest_seconds += seconds - prefill - draft - verify
 
 
 def _record(recorder: TraceRecorder, result: RoundResult, b: int, accepted: int) -> None:
@@ -222,8 +311,9 @@ def _record(recorder: TraceRecorder, result: RoundResult, b: int, accepted: int)
     states = {name: state[b, :rows] for name, state in result.states.items()}
     recorder.add(states, result.last[b, :rows], result.logits[b, :rows])
     if result.proposal is not None:
-        logits = None if result.proposal.logits is None else result.proposal.logits[b].clone()
-        tokens, valid = result.proposal.tokens[b].clone(), int(result.num_valid[b])
+        steps = result.proposal.logits
+        logits = None if steps is None else on_host(torch.stack([one[b] for one in steps]))  # K x [B, Vd] -> [K, Vd]
+        tokens, valid = on_host(result.proposal.tokens[b]), int(result.num_valid[b])
         recorder.rounds.append(RoundTrace(int(result.start[b]), tokens, logits, valid, accepted))
 
 

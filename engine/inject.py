@@ -61,7 +61,7 @@ def _inject(engine: Engine, injection: Injection) -> None:
         case "F19", "rope":
             _StillRope(_proposer(engine, injection))
         case "F19", "draft-kv":
-            _KeptDraftKV(_proposer(engine, injection))
+            _KeptDraftKV(_proposer(engine, injection), engine.runner.table.dummy_slot + 1)
         case _:
             raise AssertionError(f"{injection} was parsed, and nobody injects it")
 
@@ -156,7 +156,8 @@ class _WrongPoint:
 class _StaleReplay:
     """F6: a round hands out what an earlier round of the same shape captured, as a buffer outside a CUDA graph would.
 
-    Prefill runs without a graph and stays right. frozen: it is always the first round's; else the last one's.
+    Prefill stays right. frozen: it is always the first round's (with graphs: the warm-up's); else the last one's. The
+    kept state is changed in place, so that a captured round does the same.
     """
 
     def __init__(self, engine: Engine, injection: Injection, *, frozen: bool) -> None:
@@ -181,9 +182,10 @@ class _StaleReplay:
         bent = dict(states)
         for name in self.names:
             key = (name, states[name].shape)
-            bent[name] = self.kept.get(key, states[name])
-            if not self.frozen or key not in self.kept:
-                self.kept[key] = states[name].clone()
+            kept = self.kept.setdefault(key, states[name].clone())
+            bent[name] = kept.clone()
+            if not self.frozen:
+                kept.copy_(states[name])
         return bent
 
 
@@ -252,11 +254,13 @@ class _KeptDraftKV:
     Right in a request's first round, where no chain has run before; wrong in every later one.
     """
 
-    def __init__(self, proposer: Eagle3Proposer) -> None:
-        self.chains: dict[str, tuple[int, int]] = {}  # request -> first and last cell that its last chain wrote
+    def __init__(self, proposer: Eagle3Proposer, num_slots: int) -> None:
+        # [S + 1, 2] int64 by slot: first and last cell that its last chain wrote
+        self.chains = torch.tensor([[0, -1]], device=proposer.target_ids.device).repeat(num_slots, 1)
         self.keep: torch.Tensor | None = None  # [B, R], rows whose cell stays as it is
         self.index: torch.Tensor | None = None  # [B, R], their cells
         self.proposer, propose, forward = proposer, proposer.propose, proposer.network.forward
+        begin = proposer.begin
 
         def wrong_forward(
             token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
@@ -280,6 +284,11 @@ class _KeptDraftKV:
             self._mark(batch)
             return propose(batch)
 
+        def forgetful_begin(slot: int, request_id: str) -> None:
+            self.chains[slot, 0], self.chains[slot, 1] = 0, -1
+            begin(slot, request_id)
+
+        proposer.begin = forgetful_begin  # type: ignore[method-assign]
         proposer.network.forward = wrong_forward  # type: ignore[method-assign]
         proposer.propose = wrong_propose  # type: ignore[method-assign]
 
@@ -287,14 +296,14 @@ class _KeptDraftKV:
         """Finds the cells to keep, and notes which ones this round's chain will write."""
         assert self.proposer.cache is not None
         size = self.proposer.cache.block_size
-        written = [self.chains.get(request, (0, -1)) for request in batch.request_ids]
-        first, last = torch.tensor(written).T[..., None]  # [B, 2] -> 2 x [B, 1]
+        assert batch.num_valid is not None
+        first, last = self.chains[batch.slots].split(1, dim=1)  # [B, 2] -> 2 x [B, 1]
         self.keep = (batch.positions >= first) & (batch.positions <= last)  # [B, R]
         position = batch.positions.clamp(min=0)
         self.index = batch.block_table.gather(1, position // size) * size + position % size  # [B, R]
-        slots = batch.positions.max(dim=1).values.tolist()
-        for request, slot, valid in zip(batch.request_ids, slots, batch.num_valid.tolist(), strict=True):
-            self.chains[request] = (slot + 1, slot + min(valid, self.proposer.num_steps) - 1)
+        slot = batch.positions.max(dim=1).values  # [B]
+        end = slot + batch.num_valid.clamp(max=self.proposer.num_steps) - 1
+        self.chains[batch.slots] = torch.stack((slot + 1, end), dim=1)  # 2 x [B] -> [B, 2]
 
 
 def _cannot(injection: str, found: str, expected: str) -> SlipstreamError:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from slipstream.engine.config import EngineConfig
 from slipstream.kernels.sampling import SamplingBatch
 
 
@@ -15,32 +16,38 @@ class DraftBatch:
     """Slots whose target features the draft has not seen yet: R a request, the same R for all, padded.
 
     Args:
-        request_ids: of the B requests.
+        slots: [B] int64, rows of the request table; the last row of the table is nobody's, for padding.
         token_ids: [B, R] int64, the token that each slot embeds: slot t embeds x_{t+1}.
         features: [B, R, F], captured states of each slot, the proposer's slots side by side.
         positions: [B, R] int64, slot t; -1 marks padding, which stands behind the real slots of its row.
         block_table: [B, blocks] int64.
         sampling: parameters of the B requests.
+
+    Of a round, None while a prompt is taken in:
         committed_lengths: [B] int64, n: draft i (from 0) is for position n + i.
         num_valid: [B] int64, how many drafts the round can use; later ones may be anything.
+        last_row: [B] int64, column of each request's last real slot.
+        chain_positions: [K, B] int64, the position of each step's row; -1: the round cannot use the step.
     """
 
-    request_ids: Sequence[str]
+    slots: torch.Tensor
     token_ids: torch.Tensor
     features: torch.Tensor
     positions: torch.Tensor
     block_table: torch.Tensor
     sampling: SamplingBatch
-    committed_lengths: torch.Tensor
-    num_valid: torch.Tensor
+    committed_lengths: torch.Tensor | None = None
+    num_valid: torch.Tensor | None = None
+    last_row: torch.Tensor | None = None
+    chain_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens: [B, K] int64 target ids. logits: [B, K, Vd], None where the proposer has none."""
+    """tokens: [B, K] int64 target ids. logits: K x [B, Vd], one a step; None where the proposer has none."""
 
     tokens: torch.Tensor
-    logits: torch.Tensor | None
+    logits: tuple[torch.Tensor, ...] | None
 
 
 class Proposer(Protocol):
@@ -54,8 +61,11 @@ class Proposer(Protocol):
     slots: tuple[int, ...]
     max_position: int | None
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
-        """Makes the proposer's own cache; it shares the target's block tables."""
+    def allocate(self, config: EngineConfig, dtype: torch.dtype) -> None:
+        """Makes the proposer's own cache, which shares the target's block tables, and what else it keeps by slot."""
+
+    def begin(self, slot: int, request_id: str) -> None:
+        """A request moves into row `slot` of the request table."""
 
     def absorb(self, batch: DraftBatch) -> None:
         """Takes in the slots of a prefill chunk."""
@@ -66,6 +76,9 @@ class Proposer(Protocol):
 
 class OracleProposer:
     """Replays recorded answers, each round's drafts wrong from a chosen step on, so that any accepted count can occur.
+
+    What it will propose at any length is worked out when a request moves in, and lies on the device: a round looks it
+    up, and can be captured.
 
     Args:
         num_steps: K.
@@ -95,10 +108,21 @@ class OracleProposer:
         if len(joint_acceptance) != num_steps or not falls:
             raise ValueError(f"joint_acceptance {joint_acceptance} must be {num_steps} falling numbers in 0..1")
         self.joint_acceptance = list(joint_acceptance)
+        self.drafts: torch.Tensor | None = None  # [S + 1, max_context_tokens, K], by slot and committed tokens
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def allocate(self, config: EngineConfig, dtype: torch.dtype) -> None:
         if self.inner:
-            self.inner.allocate(num_blocks, block_size, dtype)
+            self.inner.allocate(config, dtype)
+        shape = (config.max_running_requests + 1, config.max_context_tokens, self.num_steps)
+        self.drafts = torch.zeros(shape, dtype=torch.int64, device=config.device)
+
+    def begin(self, slot: int, request_id: str) -> None:
+        assert self.drafts is not None, "allocate comes first"
+        if self.inner:
+            self.inner.begin(slot, request_id)
+        length = min(len(self.recordings[request_id]), self.drafts.shape[1])
+        rows = torch.tensor([self._row(request_id, n) for n in range(length)])  # [T, K]
+        self.drafts[slot, :length] = rows.to(self.drafts.device)
 
     def absorb(self, batch: DraftBatch) -> None:
         if self.inner:
@@ -106,8 +130,10 @@ class OracleProposer:
 
     def propose(self, batch: DraftBatch) -> Proposal:
         logits = self.inner.propose(batch).logits if self.inner else None
-        rows = [self._row(i, n) for i, n in zip(batch.request_ids, batch.committed_lengths.tolist(), strict=True)]
-        return Proposal(torch.tensor(rows, device=batch.token_ids.device), logits)
+        assert self.drafts is not None, "allocate comes first"
+        assert batch.committed_lengths is not None
+        lengths = batch.committed_lengths.clamp(max=self.drafts.shape[1] - 1)  # a full request has no next round
+        return Proposal(self.drafts[batch.slots, lengths], logits)  # [B, K]
 
     def _row(self, request_id: str, length: int) -> list[int]:
         draw = random.Random(f"{self.seed}/{request_id}/{length}").random()

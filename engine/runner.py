@@ -10,29 +10,34 @@ A round, for requests with n committed tokens (the last of them, the root x_{n-1
 K = 0 is the same function without a draft.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.engine.capture import CapturePlan, slot_name
-from slipstream.engine.config import EngineConfig
+from slipstream.engine.config import MAX_ROUNDS_IN_FLIGHT, EngineConfig
+from slipstream.engine.kv_room import allocate_caches
 from slipstream.engine.models import TargetModel, TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal, Proposer
 from slipstream.engine.request_table import RequestTable
-from slipstream.kernels.accept import accept
-from slipstream.kernels.sampling import SamplingBatch, sample
+from slipstream.engine.sequence import Request
+from slipstream.kernels.round_ops import commit_first, commit_round, draft_rows, store_features, verify_rows
+from slipstream.kernels.round_ring import RoundRing
+from slipstream.kernels.sampling import sample
+
+# Entries of the ring: more than there can be launches out, as a step launches a chunk and a round.
+RING_DEPTH = 2 * MAX_ROUNDS_IN_FLIGHT + 4
 
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """last [1, R, h]: slot N; states: slot name -> [1, R, h]; logits [1, 1, V], token [1, 1]: of the last row."""
+    """last [1, R, h]: slot N; states: slot name -> [1, R, h]; logits [1, 1, V], token [1, 1]: of the last real row."""
 
     last: torch.Tensor
     states: Mapping[str, torch.Tensor]
-    logits: torch.Tensor | None = None
-    token: torch.Tensor | None = None
+    logits: torch.Tensor
+    token: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -58,23 +63,17 @@ class RoundResult:
     logits: torch.Tensor
 
 
-@dataclass
-class PhaseSeconds:
-    """Wall seconds so far: in prefill, and in the draft and verify parts of rounds."""
-
-    prefill: float = 0.0
-    draft: float = 0.0
-    verify: float = 0.0
-
-
 class Runner:
-    """Owner of the caches and of the request table.
+    """Owner of the caches, of the request table and of the ring that results come back through.
 
     Args:
         target: a loaded target.
         config: sizes.
         proposer: None exactly at K = 0.
         capture_slots: slots to hand out, beside those that the proposer reads.
+
+    `round` and `prefill` are code for the device alone: on CUDA tensors they neither wait for it nor have shapes that
+    depend on values, so that they can be captured. Raises SlipstreamError where the caches do not fit on the card.
     """
 
     def __init__(
@@ -84,10 +83,8 @@ class Runner:
         num_layers, hidden = target.config.num_layers, target.config.hidden_size
         self.feature_plan = CapturePlan(proposer.slots if proposer else (), num_layers)
         self.capture = CapturePlan(tuple(dict.fromkeys(self.feature_plan.slots + capture_slots)), num_layers).slots
-        self.cache = target.allocate_kv(config.total_blocks, config.block_size_tokens)
-        dtype = self.cache.layers[0].dtype
-        if proposer:
-            proposer.allocate(config.total_blocks, config.block_size_tokens, dtype)
+        self.cache = allocate_caches(target, config, proposer)
+        dtype, self.device = self.cache.layers[0].dtype, self.cache.layers[0].device
         self.table = RequestTable(
             config.max_running_requests,
             config.max_context_tokens,
@@ -95,112 +92,100 @@ class Runner:
             config.num_steps,
             len(self.feature_plan.slots) * hidden,
             dtype,
-            self.cache.layers[0].device,
+            self.device,
         )
-        self.seconds = PhaseSeconds()
+        self.ring = RoundRing.allocate(RING_DEPTH, config.max_running_requests, config.num_steps, self.device)
+        self.row_offsets = torch.arange(config.row_buckets[-1], device=self.device)  # 0.., the rows of a chunk
+
+    def occupy(self, slot: int, request: Request, limit: int, blocks: list[int]) -> None:
+        """A request moves into `slot`; `limit`: most committed tokens; `blocks`: its KV blocks."""
+        self.table.occupy(slot, request.prompt_ids, limit, blocks, request.params, request.choice_index)
+        if self.proposer:
+            self.proposer.begin(slot, request.request_id)
 
     @torch.inference_mode()
-    def forward_prompt(self, slot: int, start: int, end: int) -> TargetOutput:
-        """Brings positions start..end-1 of the prompt at `slot` into the target's cache: states [1, end - start, h]."""
-        positions = torch.arange(start, end, device=self.table.tokens.device)[None]  # [1, R]
-        token_ids = self.table.tokens[slot, start:end][None]  # [R] -> [1, R]
-        kv = self.cache.view(self.table.block_table[slot : slot + 1])
+    def forward_prompt(self, slots: torch.Tensor, positions: torch.Tensor) -> TargetOutput:
+        """Brings positions [1, R] (-1: padding) of the prompt at `slots` [1] into the cache: states [1, R, h]."""
+        table = self.table
+        token_ids = table.tokens[slots[:, None], positions.clamp(min=0)]  # [1, R]
+        kv = self.cache.view(table.block_table[slots], prefill=True)
         return self.target(token_ids, positions, kv, self.capture)
 
     @torch.inference_mode()
-    def prefill(self, slot: int, start: int, end: int, sampling: SamplingBatch, request_id: str) -> PrefillResult:
-        """Runs positions start..end-1 of a prompt; with its last position, also commits the first new token.
+    def prefill(self, chunk: torch.Tensor, num_rows: int) -> PrefillResult:
+        """Runs one chunk of a prompt; with its last position, also commits the first new token.
 
         The draft takes in every slot but the prompt's last: that one embeds the first new token, so the first round
         takes it in.
+
+        Args:
+            chunk: [4] int64: request slot, first position, rows, and whether the prompt ends with it (1 or 0).
+            num_rows: rows that are run (R); those behind the chunk's own are padding.
         """
-        began = time.perf_counter()
         table = self.table
-        is_last = end == int(table.lengths[slot])
-        positions = torch.arange(start, end, device=table.tokens.device)[None]  # [1, R]
-        out = self.forward_prompt(slot, start, end)
+        slots, start, rows, is_last = chunk.split(1)  # [4] -> 4 x [1]
+        offsets = self.row_offsets[:num_rows]
+        positions = torch.where(offsets < rows, start + offsets, -1)[None]  # [R] -> [1, R]
+        out = self.forward_prompt(slots, positions)
+        if self.proposer and self.feature_plan.slots:
+            names = self.feature_plan.names
+            store_features([out.states[n].flatten(0, 1) for n in names], table.features, slots, rows - 1)
         if self.proposer:
-            features = self._features(out.states, out.last)  # [1, R, F]
-            rows = end - start - is_last
-            if rows:
-                lengths = table.lengths[slot : slot + 1]
-                batch = DraftBatch(
-                    [request_id],
-                    table.tokens[slot, start + 1 : start + 1 + rows][None],  # slot t embeds x_{t+1}
-                    features[:, :rows],
-                    positions[:, :rows],
-                    table.block_table[slot : slot + 1],
-                    sampling,
-                    lengths,
-                    torch.zeros_like(lengths),
+            absorbed = torch.where(offsets < rows - is_last, positions, -1)  # [1, R]
+            self.proposer.absorb(
+                DraftBatch(
+                    slots,
+                    table.tokens[slots[:, None], absorbed + 1],  # slot t embeds x_{t+1}
+                    self._features(out),
+                    absorbed,
+                    table.block_table[slots],
+                    table.sampling(slots),
                 )
-                self.proposer.absorb(batch)
-            if is_last:
-                table.features[slot, 0] = features[0, -1]
-                table.num_fresh[slot] = 1
-        logits = token = None
-        if is_last:
-            logits = self.target.logits(out.last[:, -1:])  # [1, 1, h] -> [1, 1, V]
-            token = sample(logits, sampling, positions[:, -1:] + 1)  # [1, 1]
-            slots = torch.tensor([slot], device=token.device)
-            table.commit(slots, token, torch.ones_like(slots))
-        self.seconds.prefill += time.perf_counter() - began
+            )
+        logits = self.target.logits(out.last.index_select(1, rows - 1))  # [1, R, h] -> [1, 1, h] -> [1, 1, V]
+        token = sample(logits, table.sampling(slots), (start + rows)[None])  # [1, 1]
+        commit_first(table, slots, token, is_last, self.ring)
         return PrefillResult(out.last, out.states, logits, token)
 
     @torch.inference_mode()
-    def round(self, slots: torch.Tensor, sampling: SamplingBatch, request_ids: Sequence[str]) -> RoundResult:
-        """One round of the requests at `slots` [B] int64, whose parameters and ids are given in the same order."""
-        began = time.perf_counter()
-        table, num_steps = self.table, self.config.num_steps
-        start = table.lengths[slots]  # [B]
-        num_valid = (table.limits[slots] - start - 1).clamp(0, num_steps)  # the bonus token needs room too
-        block_table = table.block_table[slots]  # [B, blocks]
-        token_ids = table.tokens[slots, start - 1][:, None]  # [B, 1], the root
+    def round(self, slots: torch.Tensor) -> RoundResult:
+        """One round of the requests at `slots` [B] int64; the table's dummy slot stands for nobody."""
+        table, num_steps, clock = self.table, self.config.num_steps, self.ring.clock
+        block_table, sampling = table.block_table[slots], table.sampling(slots)  # [B, blocks]
         proposal = None
         if self.proposer and num_steps:
-            batch = self._draft_batch(slots, start, num_valid, block_table, sampling, request_ids)
-            proposal = self.proposer.propose(batch)
-            token_ids = torch.cat((token_ids, proposal.tokens), dim=1)  # [B, K + 1]
-        drafted = time.perf_counter()
-        rows = start[:, None] - 1 + table.offsets  # [B, K + 1]
-        positions = torch.where(table.offsets <= num_valid[:, None], rows, -1)
-        out = self.target(token_ids, positions, self.cache.view(block_table), self.capture)
+            drafted = draft_rows(table, slots, num_steps, clock)
+            proposal = self.proposer.propose(
+                DraftBatch(
+                    slots,
+                    drafted.token_ids,
+                    table.features[slots],  # [B, K + 1, F]
+                    drafted.positions,
+                    block_table,
+                    sampling,
+                    drafted.start,
+                    drafted.num_valid,
+                    drafted.last_row,
+                    drafted.chain_positions,
+                )
+            )
+        rows = verify_rows(table, slots, None if proposal is None else proposal.tokens, num_steps, clock)
+        out = self.target(rows.token_ids, rows.positions, self.cache.view(block_table), self.capture)
         logits = self.target.logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V]
-        verified = time.perf_counter()
-        tokens = sample(logits, sampling, rows + 1)  # [B, K + 1]
-        accepted = accept(token_ids[:, 1:], tokens, num_valid)  # [B]
-        table.commit(slots, tokens, accepted + 1)
-        if self.proposer:
-            table.features[slots] = self._features(out.states, out.last)
-            table.num_fresh[slots] = accepted + 1
-        self.seconds.draft += drafted - began
-        self.seconds.verify += verified - drafted
-        return RoundResult(start, tokens, accepted, num_valid, proposal, out.last, out.states, logits)
-
-    def _draft_batch(
-        self,
-        slots: torch.Tensor,
-        start: torch.Tensor,
-        num_valid: torch.Tensor,
-        block_table: torch.Tensor,
-        sampling: SamplingBatch,
-        request_ids: Sequence[str],
-    ) -> DraftBatch:
-        """The slots that became known since the draft last ran: n - 1 - fresh .. n - 2, as [B, K + 1] padded rows."""
-        table = self.table
-        fresh = table.num_fresh[slots, None]  # [B, 1]
-        slot_positions = start[:, None] - 1 - fresh + table.offsets  # [B, K + 1]
-        token_ids = table.tokens[slots[:, None], slot_positions + 1]  # slot t embeds x_{t+1}
-        positions = torch.where(table.offsets < fresh, slot_positions, -1)
-        return DraftBatch(
-            request_ids, token_ids, table.features[slots], positions, block_table, sampling, start, num_valid
+        tokens = sample(logits, sampling, rows.positions, 1)  # [B, K + 1], each for the position behind its row
+        committed = commit_round(table, slots, rows, tokens, self.ring)
+        if self.feature_plan.slots:
+            names = self.feature_plan.names
+            store_features([out.states[n].flatten(0, 1) for n in names], table.features, slots)
+        return RoundResult(
+            rows.start, tokens, committed.accepted, rows.num_valid, proposal, out.last, out.states, logits
         )
 
-    def _features(self, states: Mapping[str, torch.Tensor], last: torch.Tensor) -> torch.Tensor:
+    def _features(self, out: TargetOutput) -> torch.Tensor:
         """What the draft reads of each row: [B, R, F], F = 0 for a proposer that reads nothing."""
         if not self.feature_plan.slots:
-            return last[..., :0]
-        return self.feature_plan.select(states)
+            return out.last[..., :0]
+        return self.feature_plan.select(out.states)
 
 
 @torch.inference_mode()
@@ -224,9 +209,7 @@ def capture_states(
     )
     runner = Runner(target, config, None, slots)
     runner.table.occupy(0, list(token_ids), length + 1, list(range(1, config.total_blocks)))
-    chunks = [
-        runner.forward_prompt(0, start, min(start + prefill_chunk_tokens, length))
-        for start in range(0, length, prefill_chunk_tokens)
-    ]
+    slot, positions = torch.tensor([0], device=runner.device), torch.arange(length, device=runner.device)
+    chunks = [runner.forward_prompt(slot, part[None]) for part in positions.split(prefill_chunk_tokens)]
     states = {slot_name(s): torch.cat([c.states[slot_name(s)][0] for c in chunks]) for s in slots}  # [T, h]
     return states, torch.cat([c.last[0] for c in chunks])  # chunks x [1, R, h] -> [T, h]

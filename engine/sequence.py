@@ -74,7 +74,8 @@ class SequenceStatus(Enum):
 class Sequence:
     """Host state of a request. `slot` is its row in the request table, `blocks` its KV blocks, both while admitted.
 
-    `limit` is the most tokens, prompt included, that it may have: max_tokens or the context's end.
+    `limit` is the most tokens, prompt included, that it may have: max_tokens or the context's end. `in_flight` counts
+    the launches that are out and will give it a token or more.
     """
 
     request: Request
@@ -86,6 +87,12 @@ class Sequence:
     num_prefilled: int = 0
     output_ids: list[int] = field(default_factory=list)
     recorder: TraceRecorder | None = None
+    in_flight: int = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """More is read of its rounds than the tokens."""
+        return self.recorder is not None or self.request.params.logprobs is not None
 
     @property
     def num_prompt(self) -> int:

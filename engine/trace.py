@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 import torch
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory: what a launch left is overwritten by the next one."""
+    return tensor.to("cpu", copy=True)
+
+
 @dataclass(frozen=True)
 class RoundTrace:
     """One round of one request.
@@ -55,9 +60,9 @@ class TraceRecorder:
 
     def add(self, states: Mapping[str, torch.Tensor], teacher: torch.Tensor, logits: torch.Tensor) -> None:
         """Rows of one request that are committed now: states [r, h] by name, teacher [r, h], logits [r, V]."""
-        self.states.append({name: state.clone() for name, state in states.items()})
-        self.teacher.append(teacher.clone())
-        self.argmax.append(logits.max(dim=-1).indices)  # [r, V] -> [r]
+        self.states.append({name: on_host(state) for name, state in states.items()})
+        self.teacher.append(on_host(teacher))
+        self.argmax.append(logits.max(dim=-1).indices.cpu())  # [r, V] -> [r]
 
     def finish(self, token_ids: list[int]) -> RequestTrace:
         """The trace, cut to the tokens that were kept."""

@@ -45,7 +45,7 @@ def probe_rounds(
     if threads is not None:
         torch.set_num_threads(threads)
     dtype: torch.dtype = getattr(torch, config.dtype)
-    target = load_target(target_dir, config.dtype)
+    target = load_target(target_dir, config.dtype, config.device)
     network = load_draft(draft_dir, dtype, target_embedding=target.embed_tokens.weight).eval()
     params = SamplingParams(max_tokens=max_new_tokens, ignore_eos=True)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.device import resolve_device
 from slipstream.engine.engine import Engine
 from slipstream.engine.loader import load_target
 from slipstream.tasks.coloured_sample import coloured_sample
@@ -78,13 +79,15 @@ def run(context: StageContext) -> dict[str, Any]:
 
 def make_engine(model_dir: Path, config: "Deployment") -> Engine:
     """The engine without speculation, in the dtype of the server, so that its answers are the served ones."""
-    target = load_target(model_dir, config.server.dtype)
+    device = resolve_device(config.server.device)
+    target = load_target(model_dir, config.server.dtype, device)
     sizes = EngineConfig(
         max_running_requests=config.data.batch_size,
         max_context_tokens=min(config.server.max_context_tokens, target.config.max_position),
         block_size_tokens=config.server.block_size_tokens,
         prefill_chunk_tokens=config.server.prefill_chunk_tokens,
         dtype=config.server.dtype,
+        device=device,
     )
     return Engine(target, sizes)
 

@@ -31,6 +31,7 @@ class UnknownStage(SlipstreamError):
 # What the sizes and costs of a served round depend on.
 _SERVED = (
     "server.dtype",
+    "server.device",
     "server.max_context_tokens",
     "server.block_size_tokens",
     "server.prefill_chunk_tokens",
@@ -78,7 +79,7 @@ STAGES = (
         name="regenerate",
         version=1,
         needs=("resolve",),
-        config_sections=("data", "server.dtype", "server.max_context_tokens"),
+        config_sections=("data", "server.dtype", "server.device", "server.max_context_tokens"),
         run=_run("regenerate"),
         external=_data_prompts,
     ),

@@ -169,6 +169,7 @@ def server_command(deployment: "Deployment", plan: ServerPlan, ready_file: Path)
         "--block-size-tokens": server.block_size_tokens,
         "--prefill-chunk-tokens": server.prefill_chunk_tokens,
         "--dtype": server.dtype,
+        "--device": server.device,
         "--tensor-parallel-size": server.tensor_parallel_size,
         "--shutdown-timeout-seconds": server.shutdown_timeout_seconds,
     }
@@ -239,6 +240,8 @@ def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[st
         "tensor_parallel_size": (server.tensor_parallel_size, ""),
         "injections": (list(plan.injections), ""),  # none but in a parity check that asked for them
     }
+    if server.device != "auto":
+        planned["device"] = (server.device, "")
     if deployment.host.threads is not None:
         planned["threads"] = (deployment.host.threads, "")
     differences = [

@@ -11,6 +11,7 @@ from typing import Any
 
 from slipstream.engine.chat import ChatTokenizer
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.device import resolve_device
 from slipstream.engine.speed_forecast import SpeedForecast, expected_speed
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.facts import DRAFT, resolved_target
@@ -75,6 +76,7 @@ def _measured(context: StageContext) -> dict[str, Any]:
             block_size_tokens=config.server.block_size_tokens,
             prefill_chunk_tokens=config.server.prefill_chunk_tokens,
             dtype=config.server.dtype,
+            device=resolve_device(config.server.device),
         ),
         ks,
         [prompts[i % len(prompts)] for i in range(max(PROBE_PROMPTS, streams))],

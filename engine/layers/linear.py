@@ -6,10 +6,7 @@ MergedColumnParallelLinear  several of those with one input, run as one
 RowParallelLinear           input features are cut: each rank makes a partial sum of all of y, then they are reduced
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -19,25 +16,13 @@ from slipstream.kernels.linear_add import linear_add
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.stream import Norm, Stream
 
-_device: ContextVar[str | None] = ContextVar("device of new weights", default=None)
-
-
-@contextmanager
-def unallocated() -> Iterator[None]:
-    """Linear layers made meanwhile have weights without memory (device `meta`): a loader decides on their form."""
-    token = _device.set("meta")
-    try:
-        yield
-    finally:
-        _device.reset(token)
-
 
 class Linear(nn.Module):
-    """y = norm(x) W^T, no bias. weight: [out_features, in_features]; an `Int4Weight` if layers/quantized.py put one."""
+    """y = norm(x) W^T, no bias. weight: [out_features, in_features]."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=_device.get()))
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """x [..., in_features], read through `norm` if there is one -> [..., out_features]."""

@@ -3,7 +3,8 @@
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 
 from slipstream.engine.agreement import RankAgreement, check_same
 from slipstream.engine.capture import slot_name
+from slipstream.engine.device import device_name, resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.hf_config import read_record
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
 from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
 from slipstream.engine.inject import inject
@@ -32,6 +35,10 @@ from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.row_invariance import RowInvariance, probe
 
 EXACT = "speculation gives the very tokens that the target gives without it, bit for bit"
+ON_GPU = (
+    "block sizes, splits and orders of summation of the kernels depend on the weights' shapes and the card, not "
+    "on the number of rows: tests compare the bits for 1..128 of them"
+)
 BY_GAP = (
     "this CPU changes a row's bits with the number of rows: with speculation a token may differ where the target's two "
     "best logits are within rounding of each other"
@@ -60,9 +67,17 @@ def build_engine(
     options.check()
     parallel = parallel or single()
     check_same(parallel, _told(options))
-    config = options.engine_config()
+    device = resolve_device(options.device)
+    if device == "cuda" and parallel.size > 1:
+        raise SlipstreamError(
+            f"{parallel.size} ranks on the card",
+            expected="one rank on a card: several share the layers on the CPU only, so far",
+            do="set server.tensor_parallel_size to 1, or server.device to cpu",
+        )
+    config = options.engine_config(device)
+    clock = _StartClock()
     phase("loading the target")
-    target = load_target(options.target, options.dtype, parallel=parallel)
+    target = load_target(options.target, options.dtype, device, parallel)
     identity = None
     if parallel.rank == 0:  # reading all weights once is enough
         phase("reading the target's fingerprint")
@@ -80,15 +95,22 @@ def build_engine(
         if identity is not None:
             check_draft_fits(Path(options.draft), network, target, identity, skip)
         proposer = Eagle3Proposer(network.eval(), options.num_steps)
+    clock.part("load")
     phase("allocating the KV cache")
     agreement = RankAgreement(parallel, compare_states="F5" not in skip) if parallel.size > 1 else None
     engine = Engine(target, config, proposer, options.capture_slots, agreement)
     inject(engine, parse_injections(options.inject))
     phase("probing row invariance")
     invariance = probe_model(target, proposer.network if proposer else None)
+    clock.part("allocate and probe")
     phase("warming up")
+    engine.start()
     warm_up(engine)
-    return engine, effective_settings(options, engine, identity, invariance) if identity is not None else {}
+    engine.mark_ready()
+    clock.part("warm up and capture")
+    if identity is None:
+        return engine, {}
+    return engine, effective_settings(options, engine, identity, invariance, clock.seconds)
 
 
 def check_draft_fits(
@@ -115,8 +137,23 @@ def check_draft_fits(
     )
 
 
+class _StartClock:
+    """Wall seconds of a start by its parts."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def part(self, name: str) -> None:
+        """`name` ends here."""
+        now = time.perf_counter()
+        self.seconds[name], self._since = round(now - self._since, 3), now
+
+
 def probe_model(target: DenseModel, draft: Eagle3Network | None) -> RowInvariance:
     """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
+    if target.head_weight.is_cuda:
+        return RowInvariance(True, ON_GPU)
     weights = {tuple(target.head_weight.shape)}
     for network in (target, draft):
         modules = network.modules() if network is not None else []
@@ -162,9 +199,16 @@ def warm_up(engine: Engine) -> None:
 
 
 def effective_settings(
-    options: EngineOptions, engine: Engine, identity: TargetIdentity, invariance: RowInvariance
+    options: EngineOptions,
+    engine: Engine,
+    identity: TargetIdentity,
+    invariance: RowInvariance,
+    start_seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """What is really in force, read from the engine rather than from what was asked."""
+    """What is really in force, read from the engine rather than from what was asked.
+
+    start_seconds: part of the start -> wall seconds.
+    """
     config, proposer = engine.config, engine.runner.proposer
     draft: dict[str, Any] | None = None
     if isinstance(proposer, Eagle3Proposer) and options.draft is not None:
@@ -181,7 +225,11 @@ def effective_settings(
         "captured_slots": [slot_name(slot) for slot in engine.runner.capture],
         "vocab_size": engine.target.config.vocab_size,
         "dtype": str(engine.runner.cache.layers[0].dtype).removeprefix("torch."),
-        "device": config.device,
+        "device": engine.runner.device.type,
+        "device_name": device_name(config.device),
+        "graphs": engine.steps.describe(),
+        "rounds_in_flight": config.in_flight,
+        "start_seconds": dict(start_seconds),
         "max_context_tokens": config.max_context_tokens,
         "max_running_requests": config.max_running_requests,
         "block_size_tokens": config.block_size_tokens,
@@ -203,7 +251,7 @@ def effective_settings(
         "engine_pid": os.getpid(),
         "injections": [str(injection) for injection in parse_injections(options.inject)],
     }
-    told = [settings[key] for key in ("num_steps", "dtype", "target", "draft", "tensor_parallel_size")]
+    told = [settings[key] for key in ("num_steps", "dtype", "device", "target", "draft", "tensor_parallel_size")]
     return {**settings, "fingerprint": f"slipstream-{_sha256(repr(told))[:12]}"}
 
 
@@ -235,6 +283,8 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
             "verify": stats.verify_seconds,
             "rest": stats.rest_seconds,
         },
+        "captures_after_ready": engine.captures_after_ready,
+        "compiles_after_ready": engine.compiles_after_ready,
         "acceptance": [counts.to_dict() for counts in stats.acceptance.values()],
     }
 

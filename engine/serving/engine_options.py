@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.device import DEVICES, Device
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.injection import parse_injections
 
@@ -19,7 +20,8 @@ class EngineOptions:
 
     draft: None at num_steps = 0. threads: of torch, on each rank; None is its default, and for several ranks an equal
     share of the cores. capture_slots: slots that traces hold beside the draft's. inject: faults that are put in on
-    purpose, as engine.injection reads them. tensor_parallel_size: ranks that share every layer.
+    purpose, as engine.injection reads them. tensor_parallel_size: ranks that share every layer. device: auto (the card
+    where there is one), cpu or cuda.
     """
 
     target: str
@@ -34,6 +36,7 @@ class EngineOptions:
     capture_slots: tuple[int, ...] = ()
     inject: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
+    device: str = "auto"
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "EngineOptions":
@@ -48,7 +51,8 @@ class EngineOptions:
             return self.threads
         return max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size)
 
-    def engine_config(self) -> EngineConfig:
+    def engine_config(self, device: Device = "cpu") -> EngineConfig:
+        """The sizes, on `device`: what `self.device` turned out to be."""
         return EngineConfig(
             num_steps=self.num_steps,
             max_running_requests=self.max_running_requests,
@@ -56,11 +60,16 @@ class EngineOptions:
             block_size_tokens=self.block_size_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
             dtype=self.dtype,
+            device=device,
         )
 
     def check(self) -> None:
         """Sizes that can work, and a draft exactly when K > 0: neither is ignored. Raises SlipstreamError."""
         self.engine_config()
+        if self.device not in DEVICES:
+            raise SlipstreamError(
+                f"device = {self.device!r}", expected=f"one of {', '.join(DEVICES)}", do="correct --device"
+            )
         parse_injections(self.inject)
         if self.threads is not None and self.threads < 1:
             raise SlipstreamError(

@@ -157,6 +157,10 @@ class Serving:
         ranks = settings["tensor_parallel_size"]
         threads = f"{settings['threads']} threads" + (f" on each of {ranks} ranks" if ranks > 1 else "")
         print(f"  {settings['dtype']}, context {settings['max_context_tokens']} tokens, {threads}")
+        parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in settings["start_seconds"].items())
+        graphs = settings["graphs"]
+        steps = f"{graphs['captures']} graphs" if graphs else "no graphs"
+        print(f"  {settings['device_name']}, {steps}, {settings['rounds_in_flight']} rounds in flight; start: {parts}")
         print(f"  row invariance: {'yes' if invariance['invariant'] else 'NO'}: {invariance['detail']}")
         print(f"  promise: {invariance['promise']}", flush=True)
         if self._front.chat_problem:

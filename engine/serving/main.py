@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
+from slipstream.engine.device import DEVICES
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.engine_process import STOP_SIGNALS, start_engine_process
@@ -41,6 +42,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--block-size-tokens", type=int, default=16)
     parser.add_argument("--prefill-chunk-tokens", type=int, default=256)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="auto: the card where there is one, else the CPU"
+    )
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks that share every layer")
     parser.add_argument(
         "--threads", type=int, help="CPU threads of torch on each rank; default: its own choice, or cores / ranks"
@@ -122,6 +126,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         capture_slots=capture,
         inject=tuple(options.inject),
         tensor_parallel_size=options.tensor_parallel_size,
+        device=options.device,
     )
     result.check()
     return result

@@ -215,6 +215,14 @@ class Leader:
     def has_work(self) -> bool:
         return self.engine.has_work
 
+    @property
+    def captures_after_ready(self) -> int:
+        return self.engine.captures_after_ready
+
+    @property
+    def compiles_after_ready(self) -> int:
+        return self.engine.compiles_after_ready
+
     def add_request(self, request: "Request") -> None:
         """Raises SlipstreamError for a request that could never run; then nobody is told of it."""
         # The seed is drawn here, once: all ranks must add the same noise.

@@ -62,10 +62,12 @@ class WatchedEngine(Engine):
 
     def watch(self, count: int) -> list[Answer]:
         self.answers = [Answer() for _ in range(count)]
+        self._num_watched += 1  # logits are read of every launch
         return self.answers
 
-    def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor) -> RequestOutput:
+    def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor | None) -> RequestOutput:
         output = super()._deliver(sequence, tokens, logits)
+        assert logits is not None
         answer = self.answers[int(output.request_id)]
         answer.tokens += output.new_token_ids
         answer.logits += logits[: len(output.new_token_ids)].clone()  # [rows, V] -> rows of [V]

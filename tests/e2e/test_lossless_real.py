@@ -65,7 +65,7 @@ def test_the_proof_sees_rows_that_depend_on_their_number(lossless, subject, ulps
 
 
 def test_the_proof_sees_drafts_accepted_unseen(lossless, subject, monkeypatch):
-    monkeypatch.setattr("slipstream.engine.runner.accept", lambda draft, sampled, num_valid: num_valid)
+    monkeypatch.setattr("slipstream.kernels.round_ops.accept", lambda draft, sampled, num_valid: num_valid)
     findings = list(lossless.prove(replace(subject, draft=None), ["greedy"], steps=(0, 3), batch=4))
     assert not findings[1].failures(invariant=True)  # K = 0 alone
     assert all(f.answers_differ and "answers" in f.failures(invariant=True)[0] for f in findings[2:])

@@ -67,17 +67,17 @@ class PatientEngine(Engine):
         self.forward_prompt, self.runner.forward_prompt = self.runner.forward_prompt, self._forward_once
         self.first = None
 
-    def _forward_once(self, slot: int, start: int, end: int):
-        block = int(self.runner.table.block_table[slot, 0])
+    def _forward_once(self, slots, positions):
+        block = int(self.runner.table.block_table[slots[0], 0])
         if self.first is None:
-            self.first = self.forward_prompt(slot, start, end), block
+            self.first = self.forward_prompt(slots, positions), block
         output, first_block = self.first
         for layer in self.runner.cache.layers:
             layer[block] = layer[first_block]
         return output
 
-    def _round(self, sequences):
-        return [] if self.scheduler.waiting or self.scheduler.prefilling else super()._round(sequences)
+    def _ready(self):
+        return [] if self.scheduler.waiting or self.scheduler.prefilling else super()._ready()
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +217,7 @@ def test_the_test_sees_a_parameter_ignored(target, hf, name, mistake):
 
 def test_the_test_sees_drafts_accepted_unseen(target, hf, monkeypatch):
     """What is committed behind a wrong draft was computed behind that draft. First tokens show nothing."""
-    monkeypatch.setattr("slipstream.engine.runner.accept", lambda draft, sampled, num_valid: num_valid)
+    monkeypatch.setattr("slipstream.kernels.round_ops.accept", lambda draft, sampled, num_valid: num_valid)
     params = SETTINGS["T=0.7 k=8"]
     found = p_values(hf, answer(target, oracle(hf, params, FEW), params, FEW), params)
     assert found["first"] > SUSPICIOUS
@@ -225,7 +225,7 @@ def test_the_test_sees_drafts_accepted_unseen(target, hf, monkeypatch):
 
 
 def test_the_test_sees_noise_that_ignores_the_position(target, hf, monkeypatch):
-    monkeypatch.setattr("slipstream.engine.runner.sample", lambda logits, batch, at: sample(logits, batch, at * 0))
+    monkeypatch.setattr("slipstream.engine.runner.sample", lambda logits, batch, at, _=0: sample(logits, batch, at * 0))
     params = SETTINGS["T=1"]
     found = p_values(hf, answer(target, oracle(hf, params, FEW), params, FEW), params)
     assert found["first"] > SUSPICIOUS

@@ -99,11 +99,12 @@ def _run(target, num_steps, prompts, oracle):
     logits: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
     take = engine.runner.round
 
-    def spy(slots, sampling, request_ids):
-        result = take(slots, sampling, request_ids)
-        for b, request_id in enumerate(request_ids):
+    def spy(slots):
+        result = take(slots)
+        ids = {s.slot: int(s.request.request_id) for s in engine.scheduler.running}
+        for b, slot in enumerate(slots.tolist()):
             for i in range(int(result.accepted[b]) + 1):
-                logits[int(request_id)][int(result.start[b]) - 1 + i] = result.logits[b, i]
+                logits[ids[slot]][int(result.start[b]) - 1 + i] = result.logits[b, i]
         return result
 
     engine.runner.round = spy

@@ -238,6 +238,7 @@ def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
         "--max-context-tokens": "128",
         "--block-size-tokens": "16",
         "--prefill-chunk-tokens": "256",
+        "--device": "auto",
         "--dtype": "bfloat16",
         "--tensor-parallel-size": "1",
         "--shutdown-timeout-seconds": "20.0",

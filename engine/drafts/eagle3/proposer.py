@@ -8,9 +8,11 @@ step-1 keys of every earlier slot, and its own later steps.
 
 import torch
 
+from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.kv_cache import KVCache
 from slipstream.engine.proposer import DraftBatch, Proposal
+from slipstream.kernels.round_ops import select_last
 from slipstream.kernels.sampling import propose_tokens
 
 
@@ -30,44 +32,53 @@ class Eagle3Proposer:
         self.target_ids = network.to_target(draft_ids)  # [Vd] target id of each draft id
         self.cache: KVCache | None = None
 
-    def allocate(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def allocate(self, config: EngineConfig, dtype: torch.dtype) -> None:
         """Makes the draft's cache, under the block numbers of the target's."""
         heads, device = self.network.midlayer.self_attn.heads, self.network.d2t.device
-        self.cache = KVCache(1, num_blocks, block_size, heads.kv, heads.dim, dtype, device)
+        blocks, size = config.total_blocks, config.block_size_tokens
+        self.cache = KVCache(1, blocks, size, heads.kv, heads.dim, dtype, device)
+
+    def begin(self, slot: int, request_id: str) -> None:
+        """Nothing: what an earlier request left in the cache is overwritten before it is read."""
 
     @torch.inference_mode()
     def absorb(self, batch: DraftBatch) -> None:
         """Writes the keys of a prefill chunk's slots."""
-        self._forward(batch.token_ids, self.network.fuse(batch.features), batch.positions, batch.block_table)
+        g = self.network.fuse(batch.features)
+        self._forward(batch.token_ids, g, batch.positions, batch.block_table, prefill=True)
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> Proposal:
         """Step 1 over every newly committed slot with the target's features, then K - 1 steps on the last state."""
+        assert batch.committed_lengths is not None
+        assert batch.last_row is not None
+        assert batch.chain_positions is not None
         g = self.network.fuse(batch.features)  # [B, R, F] -> [B, R, h]
         states = self._forward(batch.token_ids, g, batch.positions, batch.block_table)  # [B, R, h]
-        last = (batch.positions >= 0).sum(dim=1) - 1  # [B], the last real slot of each request
-        rows = torch.arange(last.shape[0], device=last.device)
-        state, slot = states[rows, last], batch.positions[rows, last]  # [B, h], [B]
-        tokens: list[torch.Tensor] = []  # K x [B]
+        state = select_last(states, batch.last_row)  # [B, h]
+        drafts = torch.empty(len(state), self.num_steps, dtype=torch.int64, device=state.device)  # [B, K]
         logits: list[torch.Tensor] = []  # K x [B, Vd]
         for step in range(1, self.num_steps + 1):
             if step > 1:
-                # A step that the round cannot use is padding: its position may lie beyond the context's end.
-                positions = torch.where(step <= batch.num_valid, slot + step - 1, -1)[:, None]  # [B, 1]
+                positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
                 g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
-                state = self._forward(tokens[-1][:, None], g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
+                before = drafts[:, step - 2 : step - 1]  # [B, K] -> [B, 1]
+                state = self._forward(before, g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
             logits.append(self.network.logits(state))  # [B, Vd]
-            guess = propose_tokens(
-                logits[-1], batch.sampling, batch.committed_lengths, self.target_ids, step - 1
-            )  # [B]
-            tokens.append(guess)
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(logits, dim=1))  # [B, K], [B, K, Vd]
+            column = drafts[:, step - 1]  # [B, K] -> [B]
+            propose_tokens(logits[-1], batch.sampling, batch.committed_lengths, self.target_ids, step - 1, column)
+        return Proposal(drafts, tuple(logits))
 
     def _forward(
-        self, token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor
+        self,
+        token_ids: torch.Tensor,
+        g: torch.Tensor,
+        positions: torch.Tensor,
+        block_table: torch.Tensor,
+        prefill: bool = False,
     ) -> torch.Tensor:
         """token_ids, positions [B, R], g [B, R, h] -> states [B, R, h]; keys and values go to the cache."""
         assert self.cache is not None, "allocate comes first"
-        rows = self.cache.view(block_table).rows(positions)
+        rows = self.cache.view(block_table, prefill).rows(positions)
         attend = self.network.midlayer.self_attn.paged(self.cache.layers[0], rows)
         return self.network(token_ids, g, positions, attend)

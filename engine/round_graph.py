@@ -1,0 +1,286 @@
+"""Steps that are captured once and replayed: one graph for each batch size of a round and each length of a chunk.
+
+A captured step reads its inputs from buffers that stay where they are, and its outputs lie where the capture put them.
+So a replay is one call: nothing is looked up, allocated or compiled. Batches between two sizes are filled up with the
+request table's last row, which is nobody's: length 0, and the dummy block for a cache.
+
+On the CPU the same class works with `RecordedGraphs`, whose replay runs the captured function again on the same
+buffers and puts its results where those of the capture lie. What graphs demand of the engine (no stale inputs, padding
+that changes nothing, results read before the next replay) is so tested without a card.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from slipstream.engine.compile_count import COMPILES
+from slipstream.engine.config import MAX_ROUNDS_IN_FLIGHT
+from slipstream.engine.runner import PrefillResult, RoundResult, Runner
+
+Result = TypeVar("Result")
+# Runs before a capture: the first compiles kernels, the second finds out whether everything is there.
+WARM_UP_RUNS = 2
+
+
+class Steps(Protocol):
+    """How steps reach the device. Each launch writes one record into the ring; `launched` counts them."""
+
+    launched: int
+    captures: int
+
+    def describe(self) -> dict[str, Any] | None:
+        """For people and JSON: what is captured; None without graphs."""
+
+    def prepare(self) -> None:
+        """Whatever must be done before the first launch."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """What host code that touches the request table, and every launch, runs in."""
+
+    def round(self, slots: list[int]) -> RoundResult:
+        """A round of the requests at `slots`; row b of the result is the request at slots[b]."""
+
+    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
+        """Positions start..start + rows - 1 of the prompt at `slot`; the first `rows` rows of the result are theirs."""
+
+
+class EagerSteps:
+    """Steps in their exact shapes, without graphs."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.launched, self.captures = runner, 0, 0
+        self._slots: tuple[list[int], torch.Tensor] = ([], torch.empty(0))
+
+    def describe(self) -> None:
+        return None
+
+    def prepare(self) -> None:
+        pass
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def round(self, slots: list[int]) -> RoundResult:
+        if slots != self._slots[0]:
+            self._slots = (slots, torch.tensor(slots, device=self.runner.device))
+        self.launched += 1
+        return self.runner.round(self._slots[1])
+
+    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
+        chunk = torch.tensor([slot, start, rows, is_last], device=self.runner.device)
+        self.launched += 1
+        return self.runner.prefill(chunk, rows)
+
+
+@dataclass
+class Captured(Generic[Result]):
+    """One captured step.
+
+    Args:
+        size: requests of a round, rows of a chunk.
+        inputs: int64, what it reads: slots [size] of a round, (slot, start, rows, is_last) of a chunk.
+        replay: runs it on what `inputs` holds.
+        result: where its outputs lie.
+        values: what `inputs` holds, as far as the host has queued it.
+    """
+
+    size: int
+    inputs: torch.Tensor
+    replay: Callable[[], None]
+    result: Result
+    values: list[int] = field(default_factory=list)
+
+
+class Graphs(Protocol):
+    """What captures functions of static buffers."""
+
+    def capture(self, function: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        """Runs and captures `function`: (replay, where its results lie)."""
+
+    def context(self) -> AbstractContextManager[object]:
+        """What replays run in, and whatever must keep its order with them."""
+
+    def write(self, inputs: torch.Tensor, values: list[int]) -> None:
+        """Puts `values` into `inputs`, in the order of the replays, without waiting for them."""
+
+    def finish(self) -> None:
+        """Waits until everything is done, whoever launched it."""
+
+
+class RecordedGraphs:
+    """Graphs for the CPU: a replay is a call, whose results are copied to where the first call's lie."""
+
+    def capture(self, function: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        result = function()
+        kept = list(_tensors(result))
+
+        def replay() -> None:
+            with torch.inference_mode():
+                for place, new in zip(kept, _tensors(function()), strict=True):
+                    place.copy_(new)
+
+        return replay, result
+
+    def context(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def write(self, inputs: torch.Tensor, values: list[int]) -> None:
+        inputs.copy_(torch.tensor(values))
+
+    def finish(self) -> None:
+        pass
+
+
+class CudaGraphs:
+    """CUDA graphs on one stream with one memory pool.
+
+    Args: largest: most values that an input takes.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        # Values wait here for their copy. A row is used again only when the launches behind it have been waited for.
+        rows = 2 * MAX_ROUNDS_IN_FLIGHT + 4
+        self._staging = torch.zeros(rows, largest, dtype=torch.int64, pin_memory=True)
+        self._next = 0
+
+    def capture(self, function: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            result = function()
+        return graph.replay, result
+
+    def context(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def write(self, inputs: torch.Tensor, values: list[int]) -> None:
+        row = self._staging[self._next, : len(values)]
+        self._next = (self._next + 1) % len(self._staging)
+        row.copy_(torch.tensor(values))
+        inputs.copy_(row, non_blocking=True)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize()  # also what other streams have put into caches and weights
+
+
+@dataclass
+class StartSeconds:
+    """Wall seconds of `GraphSteps.prepare`: the first runs, in which kernels are compiled, and the captures."""
+
+    warm_up: float = 0.0
+    capture: float = 0.0
+
+
+class GraphSteps:
+    """Steps as replays.
+
+    Args:
+        runner: whose rounds and chunks are captured.
+        graphs: what captures them.
+
+    `captures` counts captures; after `prepare` there are none.
+    """
+
+    def __init__(self, runner: Runner, graphs: Graphs) -> None:
+        self.runner, self.graphs, self.launched, self.captures = runner, graphs, 0, 0
+        self.seconds = StartSeconds()
+        self.rounds: list[Captured[RoundResult]] = []  # by size, ascending
+        self.chunks: list[Captured[PrefillResult]] = []
+        self._round_of: list[Captured[RoundResult]] = []  # [n]: what runs n requests
+
+    def prepare(self) -> None:
+        """Warms up and captures every size, the largest first: what it frees, the smaller ones use again."""
+        config, runner = self.runner.config, self.runner
+        dummy = runner.table.dummy_slot
+        if runner.device.type == "cuda":
+            COMPILES.install()
+        self.graphs.finish()
+        with self.context():
+            for size in reversed(config.row_buckets):
+                chunk = torch.tensor([dummy, 0, 1, 0], device=runner.device)
+                captured = self._capture(size, chunk, lambda inputs, size: runner.prefill(inputs, size))
+                self.chunks.insert(0, captured)
+            for size in reversed(config.batch_buckets):
+                slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
+                self.rounds.insert(0, self._capture(size, slots, lambda inputs, _: runner.round(inputs)))
+        sizes = iter(self.rounds)
+        bucket = next(sizes)
+        self._round_of = [bucket]
+        for n in range(1, config.max_running_requests + 1):
+            bucket = bucket if n <= bucket.size else next(sizes)
+            self._round_of.append(bucket)
+        self.graphs.finish()
+        self.launched = int(runner.ring.counter)
+
+    def context(self) -> AbstractContextManager[object]:
+        return self.graphs.context()
+
+    def round(self, slots: list[int]) -> RoundResult:
+        bucket = self._round_of[len(slots)]
+        if slots != bucket.values:
+            bucket.values = slots
+            padding = [self.runner.table.dummy_slot] * (bucket.size - len(slots))
+            self.graphs.write(bucket.inputs, slots + padding)
+        bucket.replay()
+        self.launched += 1
+        return bucket.result
+
+    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
+        bucket = next(chunk for chunk in self.chunks if chunk.size >= rows)
+        self.graphs.write(bucket.inputs, [slot, start, rows, int(is_last)])
+        bucket.replay()
+        self.launched += 1
+        return bucket.result
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "batches": [one.size for one in self.rounds],
+            "prefill_rows": [one.size for one in self.chunks],
+            "num_steps": self.runner.config.num_steps,
+            "captures": self.captures,
+            "warm_up_seconds": round(self.seconds.warm_up, 3),
+            "capture_seconds": round(self.seconds.capture, 3),
+        }
+
+    def _capture(
+        self, size: int, inputs: torch.Tensor, function: Callable[[torch.Tensor, int], Result]
+    ) -> Captured[Result]:
+        began = time.perf_counter()
+        for _ in range(WARM_UP_RUNS):
+            function(inputs, size)
+        self.graphs.finish()
+        warm = time.perf_counter()
+        replay, result = self.graphs.capture(lambda: function(inputs, size))
+        self.captures += 1
+        self.graphs.finish()
+        self.seconds.warm_up += warm - began
+        self.seconds.capture += time.perf_counter() - warm
+        return Captured(size, inputs, replay, result)
+
+
+def make_steps(runner: Runner) -> Steps:
+    """What the runner's config asks for."""
+    config = runner.config
+    if not config.uses_graphs:
+        return EagerSteps(runner)
+    graphs: Graphs = RecordedGraphs()
+    if runner.device.type == "cuda":
+        graphs = CudaGraphs(max(4, config.max_running_requests))
+    return GraphSteps(runner, graphs)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in a result, in a fixed order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for one in fields(value):
+            yield from _tensors(getattr(value, one.name))
+    elif isinstance(value, dict | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(one)
