@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -11,6 +11,8 @@ from torch import nn
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers import Linear, MergedColumnParallelLinear, VocabParallelEmbedding
+from slipstream.engine.layers.linear import unallocated
+from slipstream.engine.layers.quantized import quantise
 from slipstream.engine.model_config import ModelConfig, read_model_json
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
@@ -18,7 +20,6 @@ from slipstream.engine.tensor_parallel import Shard, TensorParallel
 _MODELS = {"LlamaForCausalLM": DenseModel}
 # Old checkpoints store the rope frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load_target(
@@ -47,10 +48,20 @@ def load_target(
             expected=f"one of {', '.join(_MODELS)}",
             do="use a target of a known architecture",
         )
-    with known_forms(directory / "config.json", "use another target"), torch.device(device):
+    int4 = config.quantization
+    with (
+        known_forms(directory / "config.json", "use another target"),
+        torch.device(device),
+        unallocated() if int4 else nullcontext(),
+    ):
         model = _MODELS[config.architecture](config, dtype, parallel)
+    readers = quantise(model, int4, device, _checkpoint_name) if int4 else []
     shards = {_checkpoint_name(name): shard for name, shard in parameter_shards(model).items()}
+    for reader in readers:
+        shards |= reader.shards()
     load_tensors(tensor_files(directory), shards, alias=_tied_head(config), derived=_DERIVED)
+    while readers:  # one after the other: each frees what it read
+        readers.pop().finish()
     return model.requires_grad_(False).eval()
 
 
@@ -64,7 +75,7 @@ def known_forms(config: Path, do: str) -> Iterator[None]:
 
 
 def _checkpoint_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.partition(".")[0] == "lm_head" else f"model.{name}"
 
 
 def _tied_head(config: ModelConfig) -> Mapping[str, str]:
@@ -75,6 +86,8 @@ def parameter_shards(module: nn.Module) -> dict[str, Shard]:
     """Every parameter under its checkpoint name; the parts of a merged layer as views of its rows, under their own."""
     shards: dict[str, Shard] = {}
     for path, child in module.named_modules():
+        if isinstance(child, Linear) and not hasattr(child, "weight"):
+            continue  # an Int4Reader reads it
         if isinstance(child, MergedColumnParallelLinear):
             parent = path.rpartition(".")[0]
             own = {".".join(filter(None, (parent, part, "weight"))): s for part, s in child.shards().items()}
@@ -141,7 +154,7 @@ def load_tensors(
         alias: names that may repeat another tensor; the repeat must be equal.
         derived: names that follow from the config and are passed over.
 
-    Raises SlipstreamError that lists what is missing, left over, misshaped or not a float tensor.
+    Raises SlipstreamError that lists what is missing, left over, misshaped or of a dtype that cannot be.
     """
     alias = alias or {}
     missing = set(shards)
@@ -158,8 +171,9 @@ def load_tensors(
                 tensor = file.get_tensor(name)
                 shard = shards[alias.get(name, name)]
                 missing.discard(name)
-                if tensor.dtype not in _FLOATS:
-                    faults.append(f"not a float tensor: {name} is {tensor.dtype}")
+                if tensor.dtype not in shard.dtypes:
+                    known = ", ".join(str(dtype) for dtype in shard.dtypes)
+                    faults.append(f"dtype: {name} is {tensor.dtype}, expected {known}")
                 elif tensor.shape != shard.shape:
                     faults.append(f"shape: {name} is {list(tensor.shape)}, the config says {list(shard.shape)}")
                 elif name in alias:

@@ -7,13 +7,13 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
+from slipstream.engine.quantization import Quantization, read_quantization
 
 # Values that the layers assume. A checkpoint that says otherwise is refused, never run with the key ignored.
 _ASSUMED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "hidden_act": ("silu",),
-    "quantization_config": (None,),
     "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
 }
@@ -42,6 +42,7 @@ class ModelConfig:
         max_position: length of the rope table in tokens.
         eos_token_ids: every id that ends an answer, from config.json and generation_config.json.
         dtype: name of the dtype in which the weights are stored.
+        quantization: which layers have INT4 weights; None: none.
     """
 
     architecture: str
@@ -60,6 +61,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str
+    quantization: Quantization | None = None
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> "ModelConfig":
@@ -106,6 +108,7 @@ class ModelConfig:
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=eos_token_ids(directory),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+            quantization=read_quantization(directory / "config.json", raw),
         )
 
 

@@ -132,12 +132,14 @@ class Shard:
         shape: of the whole tensor.
         dim: the axis that is cut.
         start: where on that axis this rank's part begins.
+        dtypes: that the checkpoint may store it in.
     """
 
     view: torch.Tensor
     shape: torch.Size
     dim: int = 0
     start: int = 0
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
 
     @classmethod
     def whole(cls, view: torch.Tensor) -> "Shard":

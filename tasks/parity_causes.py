@@ -11,6 +11,7 @@ from slipstream.engine.models import TargetModel
 from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.kernels.int4 import as_matrix
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
 from slipstream.tasks.parity_capture import CapturedRows, SlotRows
@@ -187,14 +188,15 @@ class _Seen:
         """[n, h]: the stream on one of `num_ranks` ranks before the all-reduce of its last addend."""
         parallel = TensorParallel(rank, num_ranks, group=_NOWHERE)
         if not self.slot:
-            weight, ids = self.target.embed_tokens.weight, torch.tensor(list(token_ids))
-            cut = parallel.cut(len(weight))
+            embedding, ids = self.target.embed_tokens.weight, torch.tensor(list(token_ids))
+            cut = parallel.cut(len(embedding))
             here = (ids >= cut.start) & (ids < cut.stop)  # [n], rows of the rank's vocabulary
-            return weight[ids] * here[:, None]
-        weight = _layer(self.target, self.slot - 1).mlp.down_proj.weight  # [h, m]
+            return embedding[ids] * here[:, None]
+        x = self.states("input")
+        weight = as_matrix(_layer(self.target, self.slot - 1).mlp.down_proj.weight, x.dtype)  # [h, m]
         cut = parallel.cut(weight.shape[1])
         columns = slice(cut.start, cut.stop)
-        return self.states("residual") + linear(self.states("input")[:, columns], weight[:, columns].contiguous())
+        return self.states("residual") + linear(x[:, columns], weight[:, columns].contiguous())
 
 
 def _layer(target: DenseModel, index: int) -> DenseLayer:

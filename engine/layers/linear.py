@@ -6,7 +6,10 @@ MergedColumnParallelLinear  several of those with one input, run as one
 RowParallelLinear           input features are cut: each rank makes a partial sum of all of y, then they are reduced
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,13 +19,25 @@ from slipstream.kernels.linear_add import linear_add
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.stream import Norm, Stream
 
+_device: ContextVar[str | None] = ContextVar("device of new weights", default=None)
+
+
+@contextmanager
+def unallocated() -> Iterator[None]:
+    """Linear layers made meanwhile have weights without memory (device `meta`): a loader decides on their form."""
+    token = _device.set("meta")
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
 
 class Linear(nn.Module):
-    """y = norm(x) W^T, no bias. weight: [out_features, in_features]."""
+    """y = norm(x) W^T, no bias. weight: [out_features, in_features]; an `Int4Weight` if layers/quantized.py put one."""
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype))
+        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=_device.get()))
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """x [..., in_features], read through `norm` if there is one -> [..., out_features]."""

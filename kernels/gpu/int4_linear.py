@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.launch import INTERPRET, pdl_enabled
+from slipstream.kernels.gpu import launch
 from slipstream.kernels.int4 import Int4Weight
 
 _BLOCK_N = 64  # weight rows of a program: one warp, 16 rows of each of the four row classes of a word
@@ -29,19 +29,23 @@ def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     if not y.numel():
         return y
     parts = num_parts(weight.num_rows, features, weight.group)
-    exact32 = INTERPRET or x.dtype == torch.float32
+    exact32 = launch.INTERPRET or x.dtype == torch.float32
     block_m = 8 if exact32 else block_of_tokens(num_tokens)
     grid = (triton.cdiv(weight.num_rows, _BLOCK_N), parts, triton.cdiv(num_tokens, block_m))
     sums, arrived = (y, y) if parts == 1 else (_sums(x, parts, num_tokens, weight.num_rows), _arrived(x.device))
-    _linear_int4[grid](
-        x,
-        weight.words,
-        weight.scales,
-        y,
-        sums,
-        arrived,
-        num_tokens,
-        weight.num_rows,
+    launch.launch(
+        _linear_int4,
+        grid,
+        num_warps=1,
+        num_stages=4,
+        x_ptr=x,
+        words_ptr=weight.words,
+        scales_ptr=weight.scales,
+        y_ptr=y,
+        sums_ptr=sums,
+        arrived_ptr=arrived,
+        num_tokens=num_tokens,
+        num_rows=weight.num_rows,
         HALF=weight.half,
         FEATURES=features,
         GROUP=weight.group,
@@ -49,10 +53,6 @@ def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         BLOCK_N=_BLOCK_N,
         PARTS=parts,
         EXACT32=exact32,
-        PDL=pdl_enabled(),
-        num_warps=1,
-        num_stages=4,
-        launch_pdl=pdl_enabled(),
     )
     return y
 
@@ -88,7 +88,7 @@ def _arrived(device: torch.device) -> torch.Tensor:
     return _counters[device]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _linear_int4(
     x_ptr,  # [M, K]
     words_ptr,  # [N / 32, K / 32, 8, 16] int32

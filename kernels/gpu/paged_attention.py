@@ -62,7 +62,7 @@ def _merge(m, l, acc, m2, l2, acc2):  # noqa: E741
 
 
 # Numbers that differ between batches, lengths of tables and K, and need no kernel of their own.
-_PLAIN = ["table_stride", "positions_stride", "num_rows", "table_width", "slots", "tile_slots", "group_slots"]
+_PLAIN = ["table_stride", "positions_stride", "num_rows", "table_width", "slots", "tile_slots", "group_slots", "window"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -82,13 +82,14 @@ def _decode(
     slots,
     tile_slots,
     group_slots,
+    window,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOWED: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
     FAN: tl.constexpr,
@@ -127,8 +128,8 @@ def _decode(
         q = q.to(tl.float32)
     high = tl.max(position, 0)
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - WINDOW + 1, 0)
+    if WINDOWED:
+        low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - window + 1, 0)
     first, last = low // T, tl.maximum(high, 0) // T
     # The unit of work: a tile, or a group of FAN tiles.
     per = 1
@@ -156,8 +157,8 @@ def _decode(
                 k, v = k.to(tl.float32), v.to(tl.float32)
             s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, T]
             seen = token[None, :] <= position[:, None]
-            if WINDOW > 0:
-                seen = seen & (token[None, :] > position[:, None] - WINDOW)
+            if WINDOWED:
+                seen = seen & (token[None, :] > position[:, None] - window)
             s = tl.where(seen, s, float("-inf"))
             top = tl.max(s, 1) * scale
             safe = tl.where(top == float("-inf"), 0.0, top)
@@ -259,7 +260,9 @@ _WORKSPACES: dict[torch.device, _Workspace] = {}
 
 
 def _reserve(device: torch.device, batch: int, kv_heads: int, split: _Split, padded: int) -> _Workspace:
-    workspace = _WORKSPACES.setdefault(device, _Workspace(device))
+    workspace = _WORKSPACES.get(device)
+    if workspace is None:
+        workspace = _WORKSPACES[device] = _Workspace(device)
     slots = batch * kv_heads * split.row_blocks * split.slots
     workspace.reserve(slots * split.rows * (padded + 2), slots)
     return workspace
@@ -285,10 +288,11 @@ def prepare(
         context: tokens that a request's blocks hold.
         dtype: of the cache.
     """
-    tile = tile_of(head_dim, dtype)
+    tile, padded = tile_of(head_dim, dtype), max(64, triton.next_power_of_2(head_dim))
+    device = torch.empty(0, device=device).device  # with its index
     for batch in batches:
         split = _Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, PROGRAMS)
-        _reserve(device, batch, kv_heads, split, max(64, triton.next_power_of_2(head_dim)))
+        _reserve(device, batch, kv_heads, split, padded)
 
 
 def paged_attention(
@@ -343,13 +347,14 @@ def paged_attention(
         slots=split.slots,
         tile_slots=split.tile_slots,
         group_slots=split.group_slots,
+        window=window or 0,
         scale=scale * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         D=padded,
         BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
+        WINDOWED=window is not None,
         M=split.rows,
         T=split.keys,
         FAN=FAN,

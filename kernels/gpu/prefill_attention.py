@@ -37,7 +37,7 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
     return _TILES[padded] if dtype.itemsize == 2 else _TILE_FP32
 
 
-@triton.jit(do_not_specialize=["table_stride", "positions_stride", "num_rows", "table_width"])
+@triton.jit(do_not_specialize=["table_stride", "positions_stride", "num_rows", "table_width", "window"])
 def _prefill(
     q_ptr,
     q_stride,
@@ -49,13 +49,14 @@ def _prefill(
     out_ptr,
     num_rows,
     table_width,
+    window,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOWED: tl.constexpr,
     M: tl.constexpr,
     T: tl.constexpr,
     STAGES: tl.constexpr,
@@ -86,8 +87,8 @@ def _prefill(
         q = q.to(tl.float32)
     high = tl.max(position, 0)
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - WINDOW + 1, 0)
+    if WINDOWED:
+        low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - window + 1, 0)
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
     acc = tl.zeros([M, D], tl.float32)
@@ -103,8 +104,8 @@ def _prefill(
             k, v = k.to(tl.float32), v.to(tl.float32)
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, T]
         seen = token[None, :] <= position[:, None]
-        if WINDOW > 0:
-            seen = seen & (token[None, :] > position[:, None] - WINDOW)
+        if WINDOWED:
+            seen = seen & (token[None, :] > position[:, None] - window)
         s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1) * scale)
         safe = tl.where(top == float("-inf"), 0.0, top)
@@ -148,13 +149,14 @@ def prefill_attention(
         out_ptr=out,
         num_rows=num_rows,
         table_width=block_table.shape[1],
+        window=window or 0,
         scale=scale * LOG2_E,
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
         D=max(64, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
-        WINDOW=window or 0,
+        WINDOWED=window is not None,
         M=tile.rows,
         T=tile.keys,
         STAGES=tile.stages,

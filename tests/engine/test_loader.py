@@ -60,7 +60,7 @@ def test_missing_extra_and_misshaped_tensors_are_listed_together(checkpoint):
     assert "missing: model.layers.2.self_attn.k_proj.weight [32, 64]" in message
     assert "not used: model.layers.2.self_attn.k_norm.weight [3]" in message
     assert "shape: model.layers.0.mlp.down_proj.weight is [64, 95], the config says [64, 96]" in message
-    assert "not a float tensor: model.norm.weight is torch.int32" in message
+    assert "dtype: model.norm.weight is torch.int32, expected torch.bfloat16" in message
 
 
 def test_a_missing_head_is_an_error_when_the_config_does_not_tie_it(checkpoint):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.int4 import arrange, dequantise, disarrange, pack, unpack
+from slipstream.kernels.int4 import arrange, as_matrix, dequantise, disarrange, pack, unpack
 from slipstream.kernels.linear import linear
 
 
@@ -77,6 +77,7 @@ def test_the_order_in_memory_is_the_documented_one(num_rows: int, features: int,
         word = weight.words[b, c, g, 4 * t + 2 * h + p].item()
         assert (word >> (16 * e + 4 * i)) & 0xF == integers[row, feature] + 8
         assert weight.scales[b, feature // group, g, i] == scale[row, feature // group]
+    assert torch.equal(as_matrix(weight, torch.float32), dequantise(pack(integers), scale))
     packed, back = disarrange(weight)
     assert torch.equal(packed, pack(integers))
     assert torch.equal(back, scale)

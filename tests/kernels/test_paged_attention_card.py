@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 SHAPES = ((9, 3, 64), (32, 8, 128), (16, 16, 96), (8, 4, 256))
+WINDOWED = SHAPES[:2]  # a kernel of its own, which takes its time to compile
 SEEDS = range(10)
 _HERE = Path(__file__)
 
@@ -42,7 +43,7 @@ def test_rows_are_the_softmax(paged: ModuleType, shape: tuple[int, int, int]) ->
         draw = torch.Generator().manual_seed(seed)
         num_rows = number(draw, 1, 17)
         starts = [number(draw, 0, 1500), number(draw, 0, 200), 0]
-        window = None if seed % 2 else number(draw, 1, 300)
+        window = None if seed % 2 or shape not in WINDOWED else number(draw, 1, 300)
         lengths = [s + num_rows for s in starts]
         case = paged.PagedCase.of(lengths, kv_heads, head_dim, torch.bfloat16, "cuda", seed, block_size=16)
         positions = paged.rows_at(starts, num_rows, "cuda")
@@ -54,9 +55,8 @@ def test_rows_are_the_softmax(paged: ModuleType, shape: tuple[int, int, int]) ->
             torch.testing.assert_close(got, want, atol=1e-2, rtol=1e-2, msg=lambda m, s=seed: f"seed {s}: {m}")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fp32_is_the_softmax(paged: ModuleType, shape: tuple[int, int, int]) -> None:
-    heads, kv_heads, head_dim = shape
+def test_fp32_is_the_softmax(paged: ModuleType) -> None:
+    heads, kv_heads, head_dim = SHAPES[0]
     case = paged.PagedCase.of([403, 20], kv_heads, head_dim, torch.float32, "cuda")
     positions = paged.rows_at([399, 16], 4, "cuda")
     q = case.queries(positions, heads)
@@ -77,7 +77,7 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
     for seed in SEEDS:
         draw = torch.Generator().manual_seed(seed)
         starts = [number(draw, 1, 3000), 1018, number(draw, 1, 100)]
-        window = None if seed % 2 else number(draw, 1, 2000)
+        window = None if seed % 2 or shape not in WINDOWED else number(draw, 1, 2000)
         case = paged.PagedCase.of([s + 16 for s in starts], kv_heads, head_dim, torch.bfloat16, "cuda", seed, 16)
         positions = paged.rows_at(starts, 16, "cuda")
         q = case.queries(positions, heads)
@@ -101,9 +101,10 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
         got = attend(everything, everything, padded)
         assert torch.equal(got[padded >= 0], together[padded >= 0]), seed
         assert not got[padded < 0].any(), seed
-        monkeypatch.setenv("SLIPSTREAM_PDL", "0")
-        assert torch.equal(attend(everything, everything), together), seed
-        monkeypatch.delenv("SLIPSTREAM_PDL")
+        if seed == 1:
+            monkeypatch.setenv("SLIPSTREAM_PDL", "0")
+            assert torch.equal(attend(everything, everything), together)
+            monkeypatch.delenv("SLIPSTREAM_PDL")
 
 
 def test_a_long_request_keeps_its_bits_however_it_is_split(paged: ModuleType) -> None:
@@ -125,7 +126,7 @@ def test_a_prompt_row_keeps_its_bits_however_the_prompt_is_cut(paged: ModuleType
     for seed in SEEDS:
         draw = torch.Generator().manual_seed(seed)
         length = number(draw, 300, 700)
-        window = None if seed % 2 else number(draw, 1, 200)
+        window = None if seed % 2 or shape not in WINDOWED else number(draw, 1, 200)
         case = paged.PagedCase.of([length, 150], kv_heads, head_dim, torch.bfloat16, "cuda", seed, block_size=16)
         positions = paged.rows_at([0, 0], length, "cuda")
         positions[1, 150:] = -1
@@ -166,7 +167,7 @@ def test_a_chain_in_a_graph_is_the_chain_without(paged: ModuleType, monkeypatch:
             out = op.paged_attention(out * 3, case.cache, rows, 0.125)
         return out
 
-    inputs = []
+    clean, inputs = case.cache.clone(), []
     for starts in ([406, 30, 1696], [200, 146, 127]):
         at = paged.rows_at(starts, 4, "cuda")
         inputs.append((at, case.queries(at, 9)))
@@ -174,6 +175,7 @@ def test_a_chain_in_a_graph_is_the_chain_without(paged: ModuleType, monkeypatch:
     for at, values in inputs:
         positions.copy_(at)
         x.copy_(values)
+        case.cache.copy_(clean)
         wants.append(chain().clone())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -182,6 +184,7 @@ def test_a_chain_in_a_graph_is_the_chain_without(paged: ModuleType, monkeypatch:
         for which in (0, 1, 0):
             positions.copy_(inputs[which][0])
             x.copy_(inputs[which][1])
+            case.cache.copy_(clean)
             graph.replay()
             assert torch.equal(out, wants[which]), (turn, which)
     assert wants[0].isfinite().all()
