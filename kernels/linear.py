@@ -3,7 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.stream import Stream
 
 # oneDNN keeps one summation order for bf16 up to this many rows (measured; probed at start), then changes its blocking.
 _ROWS_PER_CALL = 32
@@ -34,6 +36,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     if not weight.numel():
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])  # [..., in] -> [M, in]
+    if on_gpu(rows):
+        from slipstream.kernels.gpu import norm_linear as gpu
+
+        return gpu.norm_linear(Stream(rows), None, weight).view(*x.shape[:-1], -1)  # [M, out] -> [..., out]
     num_rows = rows.shape[0]
     if num_rows < _MIN_ROWS:
         return _few_rows(rows, weight).reshape(*x.shape[:-1], -1)  # [M, out] -> [..., out]

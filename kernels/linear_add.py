@@ -2,6 +2,7 @@
 
 import torch
 
+from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
 
@@ -14,4 +15,8 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream) -> Stream:
         weight: [h, K].
         stream: M rows of width h; left as it is.
     """
+    if on_gpu(x) and weight.numel():
+        from slipstream.kernels.gpu import linear_add as gpu
+
+        return gpu.linear_add(x, weight, stream)
     return Stream(stream.rows + linear(x, weight))

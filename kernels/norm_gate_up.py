@@ -2,6 +2,7 @@
 
 import torch
 
+from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.silu_mul import silu_mul
 from slipstream.kernels.stream import Norm, Stream
@@ -18,4 +19,8 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor) -> torch.Tens
     Returns:
         [M, I].
     """
+    if on_gpu(stream.rows) and weight.numel():
+        from slipstream.kernels.gpu import norm_gate_up as gpu
+
+        return gpu.norm_gate_up(stream, norm, weight)
     return silu_mul(norm_linear(stream, norm, weight))  # [M, 2I] -> [M, I]

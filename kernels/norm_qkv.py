@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rotary import apply_rotary
@@ -57,6 +58,10 @@ def norm_qkv(
     Returns:
         (q [M, q, dim], k [M, kv, dim], v [M, kv, dim]); k and v are None where they went to the sink.
     """
+    if on_gpu(stream.rows) and weight.numel():
+        from slipstream.kernels.gpu import norm_qkv as gpu
+
+        return gpu.norm_qkv(stream, norm, weight, heads, cos, sin, q_norm, k_norm, sink)
     qkv = norm_linear(stream, norm, weight).unflatten(-1, (heads.q + 2 * heads.kv, heads.dim))  # -> [M, q + 2 kv, d]
     rotated, v = qkv[:, : heads.q + heads.kv], qkv[:, heads.q + heads.kv :]
     if q_norm is not None or k_norm is not None:

@@ -6,6 +6,7 @@ import triton.language as tl
 
 from slipstream.kernels.gpu.gemm import products
 from slipstream.kernels.gpu.product_launch import launch_product
+from slipstream.kernels.gpu.tiles import tile_for
 from slipstream.kernels.stream import Norm, Stream
 
 
@@ -45,7 +46,9 @@ def _norm_linear_kernel(
 
 def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torch.Tensor:
     """As the op: [M, N]."""
-    num_out = weight.shape[0]
+    num_out, width = weight.shape
     out = torch.empty((stream.rows.shape[0], num_out), dtype=weight.dtype, device=weight.device)
-    launch_product(_norm_linear_kernel, stream, norm, weight, num_out, out_ptr=out, N=num_out)
+    tile = tile_for(num_out, width, weight.dtype)
+    num_tiles = -(-num_out // tile.block_n)
+    launch_product(_norm_linear_kernel, stream, norm, weight, tile, num_tiles, out_ptr=out, N=num_out)
     return out

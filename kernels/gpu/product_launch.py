@@ -6,7 +6,7 @@ import torch
 
 from slipstream.kernels.gpu import launch
 from slipstream.kernels.gpu.rms_norm import rms_norm
-from slipstream.kernels.gpu.tiles import Tile, tile_for
+from slipstream.kernels.gpu.tiles import Tile
 from slipstream.kernels.stream import Norm, Stream
 
 
@@ -15,22 +15,22 @@ def launch_product(
     stream: Stream,
     norm: Norm | None,
     weight: torch.Tensor,
-    num_out: int,
+    tile: Tile,
+    num_tiles: int,
     *,
     paired: bool = False,
-    tile: Tile | None = None,
     **arguments: Any,
 ) -> None:
-    """Run `kernel` over all rows and `num_out` outputs.
+    """Run `kernel` over all rows and `num_tiles` tiles of outputs.
 
     Args:
         kernel: takes the rows, the weight, the norm and the tile under the names below, and `arguments`.
         stream: M rows of width K; only their first axis may be strided.
         norm: None: rows are read as they are.
         weight: [N, K], contiguous.
-        num_out: outputs that tiles of block_n are counted over.
+        tile: of the weight.
+        num_tiles: how many tiles of weight rows there are.
         paired: a program takes two weight rows for an output.
-        tile: None: that of the weight.
         arguments: the kernel's own.
     """
     rows = stream.rows
@@ -40,9 +40,8 @@ def launch_product(
             f"a product needs rows [M, K] and a contiguous weight [N, K] of one dtype: found {tuple(rows.shape)} "
             f"{rows.dtype}, strides {rows.stride()}, and {tuple(weight.shape)} {weight.dtype}"
         )
-    if not num_rows or not num_out:
+    if not num_rows:
         return
-    tile = tile or tile_for(weight.shape[0], width, weight.dtype, paired=paired)
     block_m = tile.block_m(num_rows)
     if norm is not None and block_m >= tile.norm_apart_from:
         stream, norm = Stream(rms_norm(stream, norm, tile.warps)), None
@@ -51,7 +50,7 @@ def launch_product(
     parts = stream.sumsq if norm is not None else None
     launch.launch(
         kernel,
-        (-(-num_rows // block_m), -(-num_out // tile.block_n)),
+        (-(-num_rows // block_m), num_tiles),
         num_warps=tile.warps,
         num_stages=tile.stages,
         x_ptr=rows,

@@ -28,8 +28,9 @@ class Tile:
         block_n: weight rows of a program; of a paired product (gate and up; both halves of a head) in each of the two.
         block_k: columns of one step; 0: the whole row is loaded at once (K at most RESIDENT_K).
         warps: of a program.
-        split: warps that each take a share of every step's columns; 1: all warps take all columns.
-        stages: steps of weights in flight.
+        split: warps that each take a share of every step's columns: all of them, or (fp32) 1: none do. More than one
+            also keeps Triton from `wgmma`, which it takes from some number of rows on, and which may sum otherwise.
+        stages: Triton's; one fewer steps of weights lie in shared memory.
         prefetch: columns whose bytes are asked into the L2 cache before the kernel waits for its predecessor.
         max_block_m: most rows of a program; more rows take more programs.
         norm_apart_from: from this many rows a program on, the norm is a kernel of its own (same bits).
@@ -53,10 +54,20 @@ class Tile:
         if not self.block_k:
             return self
         step = self.block_k * (self.block_n * (2 if paired else 1) + block_m) * width
-        # One more step of rows: normed rows pass through shared memory on their way to the matrix unit. The warps'
-        # partial sums meet there, too, after the last step.
+        # Normed rows pass through shared memory on their way to the matrix unit. The warps' partial sums meet there,
+        # too, after the last step. Of `stages`, Triton keeps one fewer in shared memory.
         room = SHARED_BYTES[architecture()] - _SPARE_BYTES - self.block_k * block_m * width
-        return replace(self, stages=max(1, min(self.stages, room // step)))
+        return replace(self, stages=max(2, min(self.stages, room // step + 1)))
+
+    def whole_head(self, half: int, num_in: int, width: int) -> "Tile":
+        """This tile, of programs that each hold both halves, `half` rows each, of a head: its norm needs them all."""
+        block_n = max(16, 1 << (half - 1).bit_length())
+        if block_n <= self.block_n:
+            return replace(self, block_n=block_n)
+        fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 2048 // block_n)))
+        if self.block_k or 2 * block_n * num_in * width <= SHARED_BYTES[architecture()] // 2:
+            return replace(fewer, block_k=min(self.block_k, 64) if width == 2 else self.block_k)
+        return replace(fewer, block_k=64, stages=5)  # too large to be resident
 
 
 _RESIDENT = Tile(block_n=16)
@@ -69,16 +80,16 @@ _LISTED: dict[int, dict[tuple[int, int], Tile]] = {
 # Weights wider than RESIDENT_K by architecture: single products, paired products.
 _STREAMED = {
     90: (
-        Tile(block_n=32, block_k=256, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
-        Tile(block_n=16, block_k=256, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=32, block_k=256, stages=5, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=16, block_k=256, stages=5, prefetch=512, max_block_m=64, norm_apart_from=32),
     ),
     80: (
-        Tile(block_n=32, block_k=128, stages=4, max_block_m=64, norm_apart_from=32),
-        Tile(block_n=16, block_k=128, stages=4, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=32, block_k=128, stages=5, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=16, block_k=128, stages=5, max_block_m=64, norm_apart_from=32),
     ),
     120: (
-        Tile(block_n=32, block_k=128, stages=3, prefetch=512, max_block_m=64, norm_apart_from=32),
-        Tile(block_n=16, block_k=128, stages=3, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=32, block_k=128, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=16, block_k=128, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
     ),
 }
 
@@ -106,4 +117,8 @@ def tile_for(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = Fa
     listed = _LISTED[arch].get((num_out, num_in))
     if listed is not None:
         return listed
-    return _RESIDENT if num_in <= RESIDENT_K else _STREAMED[arch][int(paired)]
+    room = (SHARED_BYTES[arch] - _SPARE_BYTES) // (num_in * dtype.itemsize) - _RESIDENT.block_n * (2 if paired else 1)
+    if num_in > RESIDENT_K or room < ROW_BLOCKS[0]:
+        return _STREAMED[arch][int(paired)]
+    # Rows lie in shared memory beside the weights.
+    return replace(_RESIDENT, max_block_m=max(b for b in ROW_BLOCKS if b <= min(room, _RESIDENT.max_block_m)))

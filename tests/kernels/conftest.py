@@ -1,7 +1,6 @@
 """Where the Triton kernels run in tests: on the GPU if there is one, else in Triton's interpreter.
 
-tests/conftest.py asks for the interpreter before anything imports triton. The interpreter holds bf16 as bit patterns
-and cuts where the GPU rounds: bf16 results are compared within a few ulps there.
+tests/conftest.py asks for the interpreter before anything imports triton; interpreter.py repairs what it gets wrong.
 """
 
 import json
@@ -10,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,10 +18,28 @@ import torch
 _CROSS_COMPILE = Path(__file__).with_name("cross_compile.py")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _repaired_interpreter(load_test_module: Callable[[Path], ModuleType]) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        load_test_module(Path(__file__).with_name("interpreter.py")).repair()
+
+
 @pytest.fixture
 def kernel_device() -> str:
     """Where a test of kernels/gpu puts its tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def close() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """close(found, expected): within the rounding of fp32 sums, or an ulp or two of 16-bit outputs."""
+
+    def check(found: torch.Tensor, expected: torch.Tensor) -> None:
+        assert found.dtype == expected.dtype
+        tolerance = {torch.float32: 4e-6, torch.bfloat16: 0.016, torch.float16: 0.002}[found.dtype]
+        torch.testing.assert_close(found.cpu().double(), expected.cpu().double(), rtol=tolerance, atol=tolerance)
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,59 @@
+"""Triton kernel of `embed`: rows of the table."""
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu.tiles import RESIDENT_K
+from slipstream.kernels.stream import Stream
+
+
+@triton.jit
+def _embed_kernel(
+    ids_ptr,
+    table_ptr,
+    out_ptr,
+    sumsq_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SUMSQ: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids_ptr + m).to(tl.int64) * WIDTH
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.static_range(0, WIDTH, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(table_ptr + row + k, mask=k < WIDTH, other=0.0)
+        tl.store(out_ptr + m * WIDTH + k, x, mask=k < WIDTH)
+        if SUMSQ:
+            squares += x.to(tl.float32) * x.to(tl.float32)
+    if SUMSQ:
+        tl.store(sumsq_ptr + m, tl.sum(squares, 0))
+
+
+def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
+    """As the op. Wide rows come with their sum of squares."""
+    num_rows, width = token_ids.shape[0], table.shape[1]
+    out = torch.empty((num_rows, width), dtype=table.dtype, device=table.device)
+    sumsq = None
+    if width > RESIDENT_K:
+        sumsq = torch.empty((num_rows, 1), dtype=torch.float32, device=table.device)
+    if num_rows:
+        launch.launch(
+            _embed_kernel,
+            (num_rows,),
+            num_warps=4,
+            ids_ptr=token_ids,
+            table_ptr=table,
+            out_ptr=out,
+            sumsq_ptr=sumsq,
+            WIDTH=width,
+            BLOCK=1024,
+            SUMSQ=sumsq is not None,
+        )
+    return Stream(out, sumsq)

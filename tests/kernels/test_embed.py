@@ -1,0 +1,29 @@
+"""embed: the Triton kernel against its torch twin."""
+
+import pytest
+import torch
+
+from slipstream.kernels.embed import embed
+from slipstream.kernels.gpu import embed as gpu
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_the_twin(wide: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, kernel_device: str) -> None:
+    table = torch.randn(50, 1100 if wide else 40, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.tensor([3, 49, 0, 3])
+    if wide:
+        monkeypatch.setattr(gpu, "RESIDENT_K", 1000)
+    found = gpu.embed(ids.to(kernel_device), table.to(kernel_device))
+    expected = embed(ids, table).rows
+    assert torch.equal(found.rows.cpu(), expected)
+    if wide:
+        assert found.sumsq is not None
+        torch.testing.assert_close(found.sumsq.cpu(), expected.float().square().sum(-1, keepdim=True))
+    else:
+        assert found.sumsq is None
+
+
+def test_no_rows(kernel_device: str) -> None:
+    ids = torch.zeros(0, dtype=torch.int64, device=kernel_device)
+    assert gpu.embed(ids, torch.zeros(4, 8, device=kernel_device)).rows.shape == (0, 8)
