@@ -17,7 +17,7 @@ from slipstream.engine.model_config import ModelConfig, read_model_json
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
-_MODELS = {"LlamaForCausalLM": DenseModel}
+_MODELS = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"), DenseModel)
 # Old checkpoints store the rope frequencies, which follow from the config.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 

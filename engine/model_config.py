@@ -1,7 +1,7 @@
 """What a target is: the values of its config.json that change its parameters or its outputs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,41 @@ _ASSUMED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
     "hidden_act": ("silu",),
-    "sliding_window": (None,),
     "partial_rotary_factor": (1.0, None),
 }
+
+
+@dataclass(frozen=True)
+class DenseForm:
+    """What an architecture is beside the plain dense decoder.
+
+    Args:
+        qk_norm: every query and key head passes an RMSNorm before the rotation.
+        sliding_window: the key of that name is in force, in every layer.
+        assumed: as `_ASSUMED`, for this architecture.
+        needed: keys for which its absent value is not the plain decoder's.
+    """
+
+    qk_norm: bool = False
+    sliding_window: bool = False
+    assumed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    needed: tuple[str, ...] = ()
+
+
+_DENSE_FORMS: Mapping[str, DenseForm] = {
+    "LlamaForCausalLM": DenseForm(assumed={"sliding_window": (None,)}),
+    "MistralForCausalLM": DenseForm(
+        sliding_window=True, needed=("num_key_value_heads", "max_position_embeddings", "sliding_window")
+    ),
+    # Its sliding_window is in force with use_sliding_window only, and then in some of the layers.
+    "Qwen3ForCausalLM": DenseForm(
+        qk_norm=True,
+        assumed={"use_sliding_window": (False, None)},
+        needed=("num_key_value_heads", "max_position_embeddings", "head_dim"),
+    ),
+}
 # What engine/loader.py can run; named here so that a plan can tell without torch.
-ARCHITECTURES = ("LlamaForCausalLM",)
+ARCHITECTURES = tuple(_DENSE_FORMS)
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -28,6 +58,8 @@ _COUNTS = (
     "num_key_value_heads",
     "head_dim",
     "max_position_embeddings",
+    "sliding_window",
+    "original_max_position_embeddings",
 )
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps")
 
@@ -43,6 +75,8 @@ class ModelConfig:
         eos_token_ids: every id that ends an answer, from config.json and generation_config.json.
         dtype: name of the dtype in which the weights are stored.
         quantization: which layers have INT4 weights; None: none.
+        qk_norm: every query and key head passes an RMSNorm before the rotation.
+        sliding_window: tokens that a position sees, itself included; None: all before it.
     """
 
     architecture: str
@@ -62,6 +96,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     quantization: Quantization | None = None
+    qk_norm: bool = False
+    sliding_window: int | None = None
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> "ModelConfig":
@@ -74,25 +110,24 @@ class ModelConfig:
                 do="set target.source to a model directory",
             )
         raw = read_model_json(directory / "config.json")
-        for key in _NEEDED:
-            if raw.get(key) is None:
-                raise SlipstreamError(
-                    f"{directory / 'config.json'} has no {key}", expected=f"all of {', '.join(_NEEDED)}"
-                )
-        for key, known in _ASSUMED.items():
+        path = directory / "config.json"
+        architecture = _architecture(path, raw)
+        form = _DENSE_FORMS.get(architecture, DenseForm())
+        absent = [key for key in _NEEDED if raw.get(key) is None] + [key for key in form.needed if key not in raw]
+        if absent:
+            raise SlipstreamError(
+                f"{path} has no {absent[0]}", expected=f"all of {', '.join((*_NEEDED, *form.needed))}"
+            )
+        for key, known in {**_ASSUMED, **form.assumed}.items():
             if key in raw and raw[key] not in known:
-                raise SlipstreamError(
-                    f"{directory / 'config.json'} says {key} = {raw[key]!r}",
-                    expected=f"{key} = {known[0]!r}: this engine's layers have no other form yet",
-                    do="use a target without it",
-                )
-        _check_values(directory / "config.json", raw)
-        architectures = raw.get("architectures") or ["(none)"]
-        # transformers 5 writes theta and scaling into one `rope_parameters`; older files have two keys.
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-        theta = raw.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0
+                raise _unsupported(path, key, raw[key], known[0])
+        kinds = {*(raw.get("layer_types") or ())} - {"full_attention"}
+        if kinds:
+            raise _unsupported(path, "layer_types", sorted(kinds), "full_attention")
+        _check_values(path, raw)
+        rope = _rope(path, raw)
         return cls(
-            architecture=architectures[0],
+            architecture=architecture,
             vocab_size=raw["vocab_size"],
             hidden_size=raw["hidden_size"],
             intermediate_size=raw["intermediate_size"],
@@ -101,14 +136,16 @@ class ModelConfig:
             num_kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
             head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
             rms_norm_eps=raw["rms_norm_eps"],
-            rope_theta=float(theta),
+            rope_theta=float(raw.get("rope_theta") or (rope or {}).get("rope_theta") or 10000.0),
             rope_scaling=rope,
-            max_position=raw.get("max_position_embeddings") or 2048,
+            max_position=_max_position(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             bos_token_id=raw.get("bos_token_id"),
             eos_token_ids=eos_token_ids(directory),
             dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
             quantization=read_quantization(directory / "config.json", raw),
+            qk_norm=form.qk_norm,
+            sliding_window=raw.get("sliding_window") if form.sliding_window else None,
         )
 
 
@@ -120,6 +157,34 @@ def check_architecture(config: ModelConfig, directory: Path) -> None:
             expected=f"one of {', '.join(ARCHITECTURES)}",
             do="use a target of a known architecture",
         )
+
+
+def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _wrong(path, "architectures", names, "a list of names")
+    return names[0] if names else "(none)"
+
+
+def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Scaling of the rotary embedding; transformers 5 writes theta and scaling into one `rope_parameters`."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if rope is None:
+        return None
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            raise _unsupported(path, f"a rope of its own for {key}", value, "one for all layers")
+    if rope.get("partial_rotary_factor") not in _ASSUMED["partial_rotary_factor"]:
+        raise _unsupported(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+    if rope.get("rope_type", rope.get("type", "default")) == "default":
+        return dict(rope)
+    # The length before scaling: beside `rope_parameters` it goes before the one in it; without either it is the whole.
+    key = "original_max_position_embeddings"
+    return {key: _max_position(raw), **rope} | ({key: raw[key]} if raw.get(key) is not None else {})
+
+
+def _max_position(raw: Mapping[str, Any]) -> int:
+    return raw.get("max_position_embeddings") or 2048
 
 
 def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
@@ -135,9 +200,6 @@ def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
     for key, value in {"rms_norm_eps": raw["rms_norm_eps"], "rope_theta": raw.get("rope_theta"), **thetas}.items():
         if value is not None and not ((_is_int(value) or isinstance(value, float)) and value > 0):
             raise _wrong(path, key, value, "a number above 0")
-    names = raw.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise _wrong(path, "architectures", names, "a list of names")
     if not isinstance(raw.get("tie_word_embeddings"), bool | None):
         raise _wrong(path, "tie_word_embeddings", raw["tie_word_embeddings"], "true or false")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
@@ -152,6 +214,14 @@ def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _unsupported(path: Path, key: str, value: Any, known: Any) -> SlipstreamError:
+    return SlipstreamError(
+        f"{path} says {key} = {value!r}",
+        expected=f"{key} = {known!r}: this engine's layers have no other form yet",
+        do="use a target without it",
+    )
 
 
 def _wrong(path: Path, key: str, value: Any, expected: str) -> SlipstreamError:

@@ -58,10 +58,11 @@ def embedding_parameters(draft: Eagle3Config) -> int:
 
 
 def target_parameters(target: ModelConfig) -> int:
-    """Parameters of a dense Llama-family target."""
+    """Parameters of a dense target."""
     h, d = target.hidden_size, target.head_dim
     attention = h * (target.num_heads + 2 * target.num_kv_heads) * d + target.num_heads * d * h
-    layer = attention + 3 * h * target.intermediate_size + 2 * h
+    norms = 2 * h + (2 * d if target.qk_norm else 0)
+    layer = attention + 3 * h * target.intermediate_size + norms
     tables = 1 if target.tie_word_embeddings else 2  # embedding, head
     return tables * target.vocab_size * h + target.num_layers * layer + h
 

@@ -1,4 +1,4 @@
-"""Dense decoder: RMSNorm, rotary attention with grouped KV heads, SwiGLU."""
+"""Dense decoder: RMSNorm, rotary attention with grouped KV heads, SwiGLU. Llama, Mistral and Qwen3 by their config."""
 
 import torch
 from torch import nn
@@ -28,7 +28,17 @@ class DenseLayer(nn.Module):
         super().__init__()
         c, hidden = config, config.hidden_size
         self.input_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(hidden, hidden, c.num_heads, c.num_kv_heads, c.head_dim, parallel, dtype=dtype)
+        self.self_attn = Attention(
+            hidden,
+            hidden,
+            c.num_heads,
+            c.num_kv_heads,
+            c.head_dim,
+            parallel,
+            qk_norm_eps=c.rms_norm_eps if c.qk_norm else None,
+            window=c.sliding_window,
+            dtype=dtype,
+        )
         self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(hidden, c.intermediate_size, parallel, dtype=dtype)
 

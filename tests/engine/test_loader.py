@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.loader import _MODELS, load_target
-from slipstream.engine.model_config import ARCHITECTURES
+from slipstream.engine.model_config import ARCHITECTURES, ModelConfig
 
 
 def edit_tensors(directory, change) -> None:
@@ -63,6 +63,26 @@ def test_missing_extra_and_misshaped_tensors_are_listed_together(checkpoint):
     assert "dtype: model.norm.weight is torch.int32, expected torch.bfloat16" in message
 
 
+def test_lengths_before_scaling_are_read_as_transformers_reads_them(checkpoint):
+    def length(**values) -> int:
+        edit_config(checkpoint, **values)
+        return ModelConfig.from_dir(checkpoint).rope_scaling["original_max_position_embeddings"]
+
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    assert length(rope_parameters=yarn) == 256
+    assert length(rope_parameters=yarn | {"original_max_position_embeddings": 64}) == 64
+    assert length(original_max_position_embeddings=32) == 32
+
+
+def test_a_window_of_qwen3_that_is_not_in_force_is_no_window(checkpoint):
+    edit_config(
+        checkpoint, architectures=["Qwen3ForCausalLM"], sliding_window=64, use_sliding_window=False, head_dim=16
+    )
+    assert ModelConfig.from_dir(checkpoint).sliding_window is None
+    edit_config(checkpoint, architectures=["MistralForCausalLM"])
+    assert ModelConfig.from_dir(checkpoint).sliding_window == 64
+
+
 def test_a_missing_head_is_an_error_when_the_config_does_not_tie_it(checkpoint):
     edit_config(checkpoint, tie_word_embeddings=False)
     assert "missing: lm_head.weight [199, 64]" in refused(checkpoint)
@@ -105,7 +125,19 @@ def test_a_missing_shard_and_a_wrong_index_are_named(tiny, tmp_path):
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope scaling 'dynamic' is not supported"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": None},
+            "'linear' is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "'yarn' has no factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "a rope of its own for full_attention"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"sliding_window": 64}, "sliding_window = 64"),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types = ['sliding_attention']"),
+        ({"architectures": ["MistralForCausalLM"]}, "no sliding_window"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "64"}, "sliding_window = '64'"),
+        ({"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True}, "use_sliding_window = True"),
         ({"num_hidden_layers": None}, "no num_hidden_layers"),
     ],
 )

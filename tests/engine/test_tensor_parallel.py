@@ -35,6 +35,7 @@ MODELS = {
         "tie_word_embeddings": False,
     },
     "4/4 tied": {"num_key_value_heads": 4, "intermediate_size": 90},
+    "qwen3 4/2": {"family": "qwen3", "head_dim": 24},
     "8/2 untied": {"num_attention_heads": 8, "head_dim": 16, "vocab_size": 203, "tie_word_embeddings": False},
 }
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
@@ -38,15 +38,17 @@ def randomise(module: torch.nn.Module, seed: int, std: float = 0.15) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
-def tiny_hf(seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: object) -> LlamaForCausalLM:
-    """A random Llama of transformers. `sizes` override `SIZES`."""
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **sizes}))
+def tiny_hf(
+    seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "llama", **sizes: object
+) -> PreTrainedModel:
+    """A random model of transformers; `family` is its model type. `sizes` override `SIZES`."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **sizes}))
     randomise(model, seed)
     return model.to(dtype).eval()
 
 
 def save_tiny(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **sizes: object) -> Path:
-    """Writes a random Llama checkpoint (config.json, model.safetensors) and returns its directory."""
+    """Writes a random checkpoint (config.json, model.safetensors) and returns its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     tiny_hf(seed, dtype, **sizes).save_pretrained(directory)
     return directory
@@ -66,9 +68,11 @@ def save_sharded(directory: Path, seed: int = 0) -> Path:
     return directory
 
 
-def tiny_target(directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, **sizes: object) -> DenseModel:
+def tiny_target(
+    directory: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **sizes: object
+) -> DenseModel:
     """Writes and loads a random target."""
-    return load_target(save_tiny(directory, seed, **sizes), dtype)
+    return load_target(save_tiny(directory, seed, **sizes), dtype, device)
 
 
 def tiny_draft(

@@ -147,13 +147,13 @@ def test_draft_parameters_are_those_of_the_network(
     assert derived.trained_parameters(config) == sum(p.numel() for p in parameters.values())
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_target_parameters_are_those_of_the_model(tmp_path: Path, tiny: ModuleType, tied: bool) -> None:
+@pytest.mark.parametrize("sizes", [{}, {"tie_word_embeddings": False}, {"family": "qwen3", "head_dim": 24}])
+def test_target_parameters_are_those_of_the_model(tmp_path: Path, tiny: ModuleType, sizes: dict[str, object]) -> None:
     from slipstream.engine.model_config import ModelConfig
 
-    directory = tiny.save_tiny(tmp_path / "t", tie_word_embeddings=tied)
+    directory = tiny.save_tiny(tmp_path / "t", **sizes)
     config = ModelConfig.from_dir(directory)
-    expected = sum(p.numel() for p in tiny.tiny_hf(tie_word_embeddings=tied).parameters())
+    expected = sum(p.numel() for p in tiny.tiny_hf(**sizes).parameters())
     assert derived.target_parameters(config) == expected
     assert isinstance(tiny.load_target(directory, torch.float32), DenseModel)
 
