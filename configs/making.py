@@ -195,3 +195,6 @@ class Training(Section):
     dtype: Dtype = Field(
         default="bfloat16", description="Type of forward and backward pass; master weights are float32."
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Where the draft is trained; `auto` is the card where there is one."
+    )

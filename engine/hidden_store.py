@@ -12,7 +12,7 @@ killed extraction leaves behind is either complete and listed, or thrown away by
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,6 +56,11 @@ class ConversationStates:
     slots: Mapping[str, torch.Tensor]
     teacher: torch.Tensor
     teacher_start: int
+
+    def to(self, device: torch.device) -> "ConversationStates":
+        """The states on another device; token ids and mask stay where they are."""
+        slots = {name: state.to(device) for name, state in self.slots.items()}
+        return replace(self, slots=slots, teacher=self.teacher.to(device))
 
     @classmethod
     def from_capture(
@@ -273,6 +278,11 @@ class HiddenStateStore:
                 fault="F17",
             )
         return states
+
+    def loss_mask(self, conversation_id: str) -> torch.Tensor:
+        """[T] bool, true on assistant tokens: of a conversation whose states are not needed. Raises as `read` does."""
+        with safe_open(self._verified_shard(self.entry(conversation_id).shard), framework="pt") as file:
+            return file.get_tensor(f"{conversation_id}/loss_mask").bool()
 
     def __iter__(self) -> Iterator[ConversationStates]:
         return (self.read(i) for i in self.conversation_ids())

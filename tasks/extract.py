@@ -4,13 +4,15 @@ Writes store/ (see `engine.hidden_store`). A killed run goes on behind the last 
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slipstream.engine.alignment import slot_mask
+from slipstream.engine.batch_capture import BatchCapture
 from slipstream.engine.capture import CapturePlan, default_slots
+from slipstream.engine.device import resolve_device
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.hidden_store import ConversationStates, HiddenStateStore, StoreWriter
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 
 STORE = "store"
 CHECKED_CONVERSATIONS = 4
+# Rows of one forward pass on a GPU, padding included: enough to keep it busy. On a CPU conversations go one at a time.
+GPU_ROWS = 16384
 
 
 def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
@@ -40,7 +44,8 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     """
     config = context.config
     model_dir = resolved_target(context.workdir)
-    target = load_target(model_dir, config.server.dtype)
+    device = torch.device(resolve_device(config.server.device))
+    target = load_target(model_dir, config.server.dtype, device)
     plan = capture_plan(config, target.config.num_layers)
     dtype = target.embed_tokens.weight.dtype
     spec = StoreSpec.from_plan(plan, TargetIdentity.from_dir(model_dir), target.config.hidden_size, dtype)
@@ -52,18 +57,19 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     resumed = len(writer.manifest.conversations)
     if resumed:
         context.say(f"{resumed} conversations of an interrupted run are kept, {len(usable) - resumed} remain")
-    began, captured, done, total = time.monotonic(), 0, 0, sum(len(r.token_ids) for r in usable)
-    for record in usable:
-        done += len(record.token_ids)
-        if not writer.has(record.id, record.token_ids):
-            writer.add(capture(target, record, plan, config.server.prefill_chunk_tokens))
-            captured += len(record.token_ids)
+    todo = [r for r in usable if not writer.has(r.id, r.token_ids)]
+    began, captured, total = time.monotonic(), 0, sum(len(r.token_ids) for r in usable)
+    kept = total - sum(len(r.token_ids) for r in todo)
+    max_rows = GPU_ROWS if device.type == "cuda" else None
+    for states in capture_all(target, todo, plan, config.server.prefill_chunk_tokens, max_rows):
+        writer.add(states)
+        captured += len(states.token_ids)
         speed = captured / max(time.monotonic() - began, 1e-9)
-        context.progress(done, total, tokens_per_second=round(speed, 1))
+        context.progress(kept + captured, total, tokens_per_second=round(speed, 1))
     writer.finish()
 
     store = HiddenStateStore(context.out / STORE, expect=spec, skip=skip)
-    report = check_teacher(target, read_sample(store), target.logits, skip=skip)
+    report = check_teacher(target, read_sample(store, device), target.logits, skip=skip)
     context.say(
         f"{len(store)} conversations, {store.num_tokens():,} tokens, {store.bytes_per_token():,.0f} bytes a token; "
         f"teacher: logits within {report.relative_error:.2%} of the engine's own at {report.positions} positions"
@@ -109,19 +115,46 @@ def draft_plan(config: "Deployment", stored: CapturePlan) -> CapturePlan:
     return CapturePlan(slots, stored.num_layers)
 
 
+def capture_all(
+    target: TargetModel,
+    records: Sequence[ConversationRecord],
+    plan: CapturePlan,
+    prefill_chunk_tokens: int,
+    max_rows: int | None,
+) -> Iterator[ConversationStates]:
+    """States of every conversation, in order: one after the other, or as many at a time as `max_rows` holds."""
+    if max_rows is None or not records:
+        yield from (capture(target, record, plan, prefill_chunk_tokens) for record in records)
+        return
+    lengths = [len(record.token_ids) for record in records]
+    batch = BatchCapture(target, plan.slots, max_rows, max(lengths))
+    for group in batch.groups(lengths):
+        members = [records[index] for index in group]
+        for record, states in zip(members, batch([r.token_ids for r in members]), strict=True):
+            yield to_store(record, *states)
+
+
 def capture(
     target: TargetModel, record: ConversationRecord, plan: CapturePlan, prefill_chunk_tokens: int
 ) -> ConversationStates:
     """States of one conversation, the teacher's prompt part dropped."""
-    states, teacher = capture_states(target, record.token_ids, plan.slots, prefill_chunk_tokens)
+    return to_store(record, *capture_states(target, record.token_ids, plan.slots, prefill_chunk_tokens))
+
+
+def to_store(
+    record: ConversationRecord, states: Mapping[str, torch.Tensor], teacher: torch.Tensor
+) -> ConversationStates:
+    """What the store keeps of a conversation's states [T, h] and teacher [T, h]."""
     token_ids = torch.tensor(record.token_ids, dtype=torch.int32)
     return ConversationStates.from_capture(record.id, record.split, token_ids, record.mask, states, teacher)
 
 
-def read_sample(store: HiddenStateStore, size: int = CHECKED_CONVERSATIONS) -> list[ConversationStates]:
-    """Conversations evenly spread over the store, for the check of the teacher."""
+def read_sample(
+    store: HiddenStateStore, device: torch.device, size: int = CHECKED_CONVERSATIONS
+) -> list[ConversationStates]:
+    """Conversations evenly spread over the store, for the check of the teacher, on the target's device."""
     ids = store.conversation_ids()
-    return [store.read(i) for i in ids[:: max(1, len(ids) // size)][:size]]
+    return [store.read(i).to(device) for i in ids[:: max(1, len(ids) // size)][:size]]
 
 
 def check_some_supervised(usable: Sequence[ConversationRecord], total: int) -> None:

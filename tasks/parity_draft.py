@@ -221,6 +221,7 @@ def whole_conversation(tokens: torch.Tensor, features: torch.Tensor, num_steps: 
         features=features[None],
         slots=torch.arange(slots)[None],
         supervised=torch.ones(num_steps, 1, slots, dtype=torch.bool),
+        rows=(torch.arange(slots),) * num_steps,
         teacher=features.new_zeros(1, 1),
         teacher_rows=empty,
     )

@@ -87,7 +87,7 @@ STAGES = (
         name="extract",
         version=1,
         needs=("resolve", "regenerate"),
-        config_sections=("capture", "server.dtype"),
+        config_sections=("capture", "server.dtype", "server.device"),
         run=_run("extract"),
     ),
     Stage(

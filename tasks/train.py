@@ -67,6 +67,7 @@ class Inputs:
         vocab: the draft vocabulary, chosen on the train split.
         weights: of the target.
         teacher: what turns teacher states into the target's distribution.
+        device: where training happens, and where weights and teacher are.
     """
 
     plan: CapturePlan
@@ -76,6 +77,7 @@ class Inputs:
     vocab: DraftVocab
     weights: TargetWeights
     teacher: Teacher
+    device: torch.device
 
     def source(self, split: str) -> StoreSource:
         return StoreSource(self.store, self.store.conversation_ids(split), self.plan)
@@ -92,13 +94,13 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     config = context.config
     model_dir = resolved_target(context.workdir)
     model = ModelConfig.from_dir(model_dir)
-    inputs = read_inputs(context, model_dir, model, skip)
+    settings = TrainingSettings(**config.training.model_dump())
+    inputs = read_inputs(context, model_dir, model, settings.torch_device, skip)
     sample = check_masks(context, model_dir, inputs, skip)
     report = check_training_teacher(config, model_dir, inputs, skip)
     context.say(f"teacher: logits within {report.relative_error:.2%} of the engine's own, {report.positions} positions")
 
-    settings = TrainingSettings(**config.training.model_dump())
-    network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype)
+    network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype).to(inputs.device)
     init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed, inputs.source("train"))
     evaluator = Evaluator(inputs.source("holdout"), inputs.teacher, EVALUATED_STEPS, config.training.batch_tokens)
     trainer = Trainer(
@@ -143,7 +145,9 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     }
 
 
-def read_inputs(context: StageContext, model_dir: Path, model: ModelConfig, skip: Collection[str]) -> Inputs:
+def read_inputs(
+    context: StageContext, model_dir: Path, model: ModelConfig, device: torch.device, skip: Collection[str]
+) -> Inputs:
     """Opens the store (F2, F3, F17: slots by name, target, tokenizer, template) and chooses the draft vocabulary."""
     config = context.config
     plan = capture_plan(config, model.num_layers)
@@ -160,9 +164,9 @@ def read_inputs(context: StageContext, model_dir: Path, model: ModelConfig, skip
         own = conversations_of(store, split, records)
         counts[split] = count_tokens([(torch.tensor(r.token_ids), r.mask) for r in own], model.vocab_size)
     vocab = select_draft_vocab(counts["train"], config.draft.draft_vocab_size or model.vocab_size)
-    weights = TargetWeights.from_dir(model_dir, model.num_layers)
+    weights = TargetWeights.from_dir(model_dir, model.num_layers).to(device)
     teacher = Teacher(weights.final_norm, weights.head, model.rms_norm_eps, vocab.target_ids)
-    return Inputs(plan, store, records, counts, vocab, weights, teacher)
+    return Inputs(plan, store, records, counts, vocab, weights, teacher, device)
 
 
 def conversations_of(
@@ -215,8 +219,8 @@ def check_training_teacher(
     config: "Deployment", model_dir: Path, inputs: Inputs, skip: Collection[str]
 ) -> TeacherReport:
     """The very teacher that training asks gives the engine's own logits for the stored states (F7)."""
-    target = load_target(model_dir, config.server.dtype)
-    return check_teacher(target, read_sample(inputs.store), inputs.teacher.logits, skip=skip)
+    target = load_target(model_dir, config.server.dtype, inputs.device)
+    return check_teacher(target, read_sample(inputs.store, inputs.device), inputs.teacher.logits, skip=skip)
 
 
 def describe_evaluation(

@@ -43,6 +43,9 @@ class ConversationSource(Protocol):
     def lengths(self) -> Sequence[int]:
         """Tokens of each conversation."""
 
+    def loss_mask(self, index: int) -> torch.Tensor:
+        """[T] bool of one conversation, without its states."""
+
     def __getitem__(self, index: int) -> Conversation: ...
 
 
@@ -52,6 +55,9 @@ class ConversationList:
     def __init__(self, conversations: Sequence[Conversation]) -> None:
         self._conversations = list(conversations)
         self.lengths: Sequence[int] = [len(c.token_ids) for c in self._conversations]
+
+    def loss_mask(self, index: int) -> torch.Tensor:
+        return self._conversations[index].loss_mask
 
     def __getitem__(self, index: int) -> Conversation:
         return self._conversations[index]
@@ -150,7 +156,7 @@ def supervised_indices(source: ConversationSource) -> tuple[list[int], int]:
 
     Raises SlipstreamError (F10) when there is none at all.
     """
-    counts = [len(supervised_slots(source[i])) for i in range(len(source.lengths))]
+    counts = [int(slot_mask(source.loss_mask(i), 1).sum()) for i in range(len(source.lengths))]
     if not sum(counts):
         raise SlipstreamError(
             f"no supervised slot in {len(counts)} conversations",

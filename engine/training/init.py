@@ -35,6 +35,13 @@ class TargetWeights:
     head: torch.Tensor
     last_layer: Mapping[str, torch.Tensor]
 
+    def to(self, device: torch.device) -> "TargetWeights":
+        """The same weights on another device (a head that is the embedding stays one tensor with it)."""
+        embedding = self.embedding.to(device)
+        head = embedding if self.head is self.embedding else self.head.to(device)
+        layer = {name: tensor.to(device) for name, tensor in self.last_layer.items()}
+        return TargetWeights(embedding, self.final_norm.to(device), head, layer)
+
     @classmethod
     def from_dir(cls, directory: Path, num_layers: int) -> "TargetWeights":
         """Read them from a Hugging Face directory of safetensors (Llama's tensor names)."""
@@ -71,6 +78,7 @@ def init_network(
     """Fill every parameter. The embedding is the target's, and frozen, whatever the method.
 
     Args:
+        network, target: on one device. Drawn weights are the same on any.
         method: "random": linear layers as torch draws them, norms 1. "target": the head's rows of the draft
             vocabulary, the final norm and what fits of the last decoder layer come from the target; then `fc` and the
             attention are solved for on `source` (`least_squares.warm_start`).

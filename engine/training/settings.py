@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from slipstream.engine.device import DEVICES, resolve_device
 from slipstream.engine.errors import SlipstreamError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -25,6 +26,7 @@ class TrainingSettings:
         seed: of the order of the conversations.
         checkpoint_every_seconds: longest time of training that a kill can lose.
         dtype: of the network while it computes; masters and optimiser are fp32 always.
+        device: "auto", "cpu" or "cuda"; auto is the card where there is one.
         hits_every_steps: how often joint acceptance is measured on the batch at hand (it costs a pass of the target's
             whole head).
 
@@ -43,6 +45,7 @@ class TrainingSettings:
     seed: int
     checkpoint_every_seconds: float
     dtype: str
+    device: str
     hits_every_steps: int = 20
 
     def __post_init__(self) -> None:
@@ -59,6 +62,15 @@ class TrainingSettings:
             raise SlipstreamError(
                 f"training.dtype is {self.dtype!r}", expected=" or ".join(_DTYPES), do="change training.dtype"
             )
+        if self.device not in DEVICES:
+            raise SlipstreamError(
+                f"training.device is {self.device!r}", expected=" or ".join(DEVICES), do="change training.device"
+            )
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where it trains on this machine. Raises SlipstreamError for cuda without a card."""
+        return torch.device(resolve_device(self.device))
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch
+
 from slipstream.engine.capture import CapturePlan
 from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.engine.training.data import Conversation
@@ -19,6 +21,10 @@ class StoreSource:
     def __init__(self, store: HiddenStateStore, conversation_ids: Sequence[str], plan: CapturePlan) -> None:
         self._store, self._ids, self._plan = store, list(conversation_ids), plan
         self.lengths: Sequence[int] = [store.entry(i).tokens for i in self._ids]
+
+    def loss_mask(self, index: int) -> torch.Tensor:
+        """[T] bool of the conversation at `index`, without its states."""
+        return self._store.loss_mask(self._ids[index])
 
     def __getitem__(self, index: int) -> Conversation:
         """The conversation at `index`. Raises KeyError for a slot of the plan that the store does not hold."""

@@ -42,6 +42,20 @@ def test_the_store_holds_what_the_engine_captures_and_transformers_computes(fini
         )
 
 
+def test_many_at_a_time_are_stored_as_one_after_the_other(finished):
+    """What a GPU does, here on the CPU: the same states in the same order."""
+    made, _, _ = finished
+    target = load_target(made.model_dir, "float32")
+    plan = extract.capture_plan(made.deployment, 4)
+    one_by_one = list(extract.capture_all(target, made.records, plan, 16, None))
+    together = list(extract.capture_all(target, made.records, plan, 16, 256))
+    for alone, states in zip(one_by_one, together, strict=True):
+        assert (states.conversation_id, states.split) == (alone.conversation_id, alone.split)
+        assert states.teacher_start == alone.teacher_start
+        assert torch.equal(states.teacher, alone.teacher)
+        assert all(torch.equal(states.slots[name], alone.slots[name]) for name in alone.slots)
+
+
 def test_figures_and_words(finished):
     _, results, listeners = finished
     figures = results["extract"].figures

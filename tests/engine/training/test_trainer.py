@@ -29,6 +29,7 @@ SETTINGS = TrainingSettings(
     checkpoint_every_seconds=30.0,
     hits_every_steps=2,
     dtype="float32",
+    device="cpu",
 )
 
 
@@ -229,7 +230,12 @@ def test_progress_evaluation_and_files(draft_tools, tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"num_steps": 0}, "num_steps is 0"), ({"dtype": "int8"}, "int8"), ({"max_seconds": 0.0}, "max_seconds")],
+    [
+        ({"num_steps": 0}, "num_steps is 0"),
+        ({"dtype": "int8"}, "int8"),
+        ({"device": "tpu"}, "training.device is 'tpu'"),
+        ({"max_seconds": 0.0}, "max_seconds"),
+    ],
 )
 def test_settings_without_meaning_are_refused(changes, words):
     with pytest.raises(SlipstreamError, match=words):
