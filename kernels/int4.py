@@ -22,8 +22,8 @@ class Int4Weight:
     """A weight [num_rows, in_features] in the order of the kernels, in B blocks of 32 rows; zeros fill the last.
 
     Args:
-        words: [B, K / 32, 8, 16] int32. Word [b, c, g, 4 t + 2 h + p], bits 16 e + 4 i .. + 3: the weight of row
-            8 i + g of block b and of input feature 32 c + 16 p + 4 t + 2 h + e, plus 8 (i, t in 0..3; h, p, e in 0..1).
+        words: [B, K / 32, 8, 16] int32. Word [b, c, g, j], bits 16 e + 4 i .. + 3: the weight of row 8 i + g of block b
+            and of input feature 32 c + 2 j + e, plus 8 (g in 0..7, j in 0..15, i in 0..3, e in 0..1).
         scales: [B, K / group, 8, 4] bf16, [b, c, g, i] of row 8 i + g of block b.
         num_rows: output features.
         half: which rows make a block: 16 that follow each other, and those `half` rows behind them. 16: 32 rows in a
@@ -96,9 +96,9 @@ def arrange(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4We
     missing = -num_rows % BLOCK
     nibbles = F.pad((unpack(packed) + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
     blocks, chunks = nibbles.shape[0] // BLOCK, features // BLOCK
-    nibbles = _to_blocks(nibbles, half).view(blocks, 4, 8, chunks, 2, 4, 2, 2)  # [b, i, g, c, p, t, h, e]
-    nibbles = nibbles.permute(0, 3, 2, 5, 6, 4, 7, 1)  # -> [b, c, g, t, h, p, e, i]
-    words = _join(nibbles.reshape(blocks, chunks, 8, 16, _NIBBLES).unbind(-1))
+    nibbles = _to_blocks(nibbles, half).view(blocks, 4, 8, chunks, 16, 2)  # [b, i, g, c, j, e]
+    nibbles = nibbles.permute(0, 3, 2, 4, 5, 1).flatten(4)  # -> [b, c, g, j, (e i)]
+    words = _join(nibbles.unbind(-1))
     scales = _to_blocks(F.pad(scale, (0, 0, 0, missing)), half).view(blocks, 4, 8, scale.shape[1])
     return Int4Weight(words, scales.permute(0, 3, 2, 1).contiguous(), num_rows, half)  # [b, i, g, c] -> [b, c, g, i]
 
@@ -106,9 +106,8 @@ def arrange(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4We
 def disarrange(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `arrange`: (packed [N, K / 8] int32, scale [N, K / group] bf16)."""
     blocks, chunks = weight.words.shape[:2]
-    nibbles = torch.stack(_split(weight.words), dim=-1)  # [b, c, g, 16] -> [b, c, g, (t h p), (e i)]
-    nibbles = nibbles.view(blocks, chunks, 8, 4, 2, 2, 2, 4)
-    nibbles = nibbles.permute(0, 7, 2, 1, 5, 3, 4, 6)  # -> [b, i, g, c, p, t, h, e]
+    nibbles = torch.stack(_split(weight.words), dim=-1)  # [b, c, g, j] -> [b, c, g, j, (e i)]
+    nibbles = nibbles.view(blocks, chunks, 8, 16, 2, 4).permute(0, 5, 2, 1, 3, 4)  # -> [b, i, g, c, j, e]
     rows = _from_blocks(nibbles.reshape(blocks * BLOCK, chunks * BLOCK), weight.half)
     scales = weight.scales.permute(0, 3, 2, 1).reshape(blocks * BLOCK, -1)  # [b, c, g, i] -> [b, i, g, c]
     return pack(rows[: weight.num_rows] - 8), _from_blocks(scales, weight.half)[: weight.num_rows].contiguous()

@@ -113,7 +113,8 @@ def _linear_int4(
     groups: tl.constexpr = FEATURES // GROUP // PARTS
     first_group = part * groups
 
-    # Rows of an operand are (block of 32, g); its columns are (chunk of 32, t, h, p): as they lie in memory.
+    # Rows of an operand are (block of 32, g); its columns are (chunk of 32 features, j): as words lie in memory. Column
+    # c stands for the input features 2 c (bits 0 to 15 of a word) and 2 c + 1: an aligned pair of x.
     row = tl.arange(0, BLOCK_N // 4)
     column = tl.arange(0, GROUP // 2)
     block = tile_n * (BLOCK_N // 32) + row // 8
@@ -122,9 +123,6 @@ def _linear_int4(
     chunk_words = (column // 16) * 128 + column % 16
     words_at = words_ptr + blocks_words[:, None] + chunk_words[None, :] + first_group * (GROUP * 4)
     scales_at = scales_ptr + (block * (FEATURES // GROUP) + first_group) * 32 + (row % 8) * 4
-    # A column's input feature is this, plus e for the weights in bits 16 e of its word.
-    p, h, t = column % 2, column // 2 % 2, column // 4 % 4
-    feature = (column // 16) * 32 + 16 * p + 4 * t + 2 * h
     token = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     present = token < num_tokens
 
@@ -143,12 +141,12 @@ def _linear_int4(
     y3 = tl.zeros((BLOCK_N // 4, BLOCK_M), tl.float32)
     for g in range(groups):
         words = tl.load(words_at + g * (GROUP * 4), mask=inside[:, None], other=0)
-        x_at = token[None, :] * FEATURES + (first_group + g) * GROUP + feature[:, None]
+        pair_at = token[None, :] * (FEATURES // 2) + (first_group + g) * (GROUP // 2) + column[:, None]
         if EXACT32:
-            x0 = tl.load(x_ptr + x_at, mask=present[None, :], other=0.0).to(tl.float32)
-            x1 = tl.load(x_ptr + x_at + 1, mask=present[None, :], other=0.0).to(tl.float32)
+            x0 = tl.load(x_ptr + 2 * pair_at, mask=present[None, :], other=0.0).to(tl.float32)
+            x1 = tl.load(x_ptr + 2 * pair_at + 1, mask=present[None, :], other=0.0).to(tl.float32)
         else:
-            pairs = tl.load((x_ptr).to(tl.pointer_type(tl.int32)) + x_at // 2, mask=present[None, :], other=0)
+            pairs = tl.load(x_ptr.to(tl.pointer_type(tl.int32)) + pair_at, mask=present[None, :], other=0)
             x0 = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
             x1 = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         a0, a1, a2, a3, b0, b1, b2, b3 = _integers(words, EXACT32)

@@ -73,8 +73,8 @@ def test_the_order_in_memory_is_the_documented_one(num_rows: int, features: int,
     ):
         segment, second, inside = row // (2 * half), row % (2 * half) // half, row % half
         b, i, g = segment * (half // 16) + inside // 16, 2 * second + inside % 16 // 8, row % 8
-        c, p, t, h, e = feature // 32, feature % 32 // 16, feature % 16 // 4, feature % 4 // 2, feature % 2
-        word = weight.words[b, c, g, 4 * t + 2 * h + p].item()
+        c, j, e = feature // 32, feature % 32 // 2, feature % 2
+        word = weight.words[b, c, g, j].item()
         assert (word >> (16 * e + 4 * i)) & 0xF == integers[row, feature] + 8
         assert weight.scales[b, feature // group, g, i] == scale[row, feature // group]
     assert torch.equal(as_matrix(weight, torch.float32), dequantise(pack(integers), scale))
