@@ -28,15 +28,14 @@ LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
 
 @dataclass(frozen=True)
 class Tile:
-    """keys: tokens of a tile; rows: query rows of a program, at most; stages: of the load pipeline (no bits)."""
+    """keys: tokens of a tile; rows: query rows of a program, at most."""
 
     keys: int
     rows: int
-    stages: int
 
 
 # By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
-_TILES = {64: Tile(128, 32, 5), 128: Tile(64, 32, 5), 256: Tile(32, 16, 5)}
+_TILES = {64: Tile(128, 32), 128: Tile(64, 32), 256: Tile(32, 16)}
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -45,7 +44,7 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
     if padded not in _TILES:
         raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
     tile = _TILES[padded]
-    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 4), 16, 1)
+    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 4), 16)
 
 
 @triton.jit
@@ -88,16 +87,17 @@ def _decode(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
     WINDOWED: tl.constexpr,
     M: tl.constexpr,
-    T: tl.constexpr,
-    FAN: tl.constexpr,
+    T_BITS: tl.constexpr,
+    FAN_BITS: tl.constexpr,
     WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    T: tl.constexpr = 1 << T_BITS
+    FAN: tl.constexpr = 1 << FAN_BITS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     program, num_programs, pair, request = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
@@ -130,25 +130,22 @@ def _decode(
     low = 0
     if WINDOWED:
         low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - window + 1, 0)
-    first, last = low // T, tl.maximum(high, 0) // T
+    first, last = low >> T_BITS, tl.maximum(high, 0) >> T_BITS
     # The unit of work: a tile, or a group of FAN tiles.
-    per = 1
-    cap = tile_slots
-    base = 0
-    if (last // FAN - first // FAN + 1) * WIDE >= num_programs:
-        per = FAN
-        cap = group_slots
-        base = tile_slots
+    wide = ((last >> FAN_BITS) - (first >> FAN_BITS) + 1) * WIDE >= num_programs
+    unit_bits = tl.where(wide, FAN_BITS, 0)
+    room_of_units = tl.where(wide, group_slots, tile_slots)
+    first_slot = tl.where(wide, tile_slots, 0)
 
-    for unit in range(first // per + program, last // per + 1, num_programs):
+    for unit in range((first >> unit_bits) + program, (last >> unit_bits) + 1, num_programs):
         m = tl.full([M], float("-inf"), tl.float32)
         l = tl.zeros([M], tl.float32)  # noqa: E741
         acc = tl.zeros([M, D], tl.float32)
-        start, stop = tl.maximum(unit * per, first), tl.minimum(unit * per + per, last + 1)
-        for tile in tl.range(start, stop, num_stages=STAGES):
+        start, stop = tl.maximum(unit << unit_bits, first), tl.minimum((unit + 1) << unit_bits, last + 1)
+        for tile in tl.range(start, stop, num_stages=2):
             token = tile * T + keys
-            block = tl.load(table_ptr + token // BLOCK_SIZE, mask=token < table_width * BLOCK_SIZE, other=0)
-            cell = cache_ptr + (block * BLOCK_SIZE + token % BLOCK_SIZE) * cell_stride
+            block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=token < table_width << BLOCK_BITS, other=0)
+            cell = cache_ptr + ((block << BLOCK_BITS) + (token & (1 << BLOCK_BITS) - 1)) * cell_stride
             used = (token >= low) & (token <= high)
             mask = used[:, None] & held[None, :]
             k = tl.load(cell[:, None] + dims[None, :], mask=mask, other=0.0)  # [T, D]
@@ -167,26 +164,27 @@ def _decode(
             m, l, acc = _merge(m, l, acc, top, tl.sum(p, 1), mixed)  # noqa: E741
 
         # Up the tree, for as long as this program completes the node that its own belongs to.
-        node, low_node, high_node = unit, first // per, last // per
-        offset, room = base, cap
+        node, low_node, high_node = unit, first >> unit_bits, last >> unit_bits
+        offset, room = first_slot, room_of_units
         alive = 1
         while (low_node < high_node) & (alive == 1):
             slot = partials_ptr + (offset + node - low_node) * slot_size
             tl.store(slot + acc_cells, acc, mask=real[:, None])
             tl.store(slot + ml_cells, m, mask=real)
             tl.store(slot + ml_cells + M, l, mask=real)
-            parent = node // FAN
-            children = tl.minimum(high_node, parent * FAN + FAN - 1) - tl.maximum(low_node, parent * FAN) + 1
-            counter = counters_ptr + offset + room + parent - low_node // FAN
+            parent = node >> FAN_BITS
+            eldest = tl.maximum(low_node, parent << FAN_BITS)
+            youngest = tl.minimum(high_node, (parent << FAN_BITS) + FAN - 1)
+            counter = counters_ptr + offset + room + parent - (low_node >> FAN_BITS)
             tl.debug_barrier()  # all threads have stored before one of them counts
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == children - 1:
+            if arrived == youngest - eldest:
                 tl.store(counter, 0)
                 m = tl.full([M], float("-inf"), tl.float32)
                 l = tl.zeros([M], tl.float32)  # noqa: E741
                 acc = tl.zeros([M, D], tl.float32)
                 for i in tl.static_range(FAN):
-                    child = parent * FAN + i
+                    child = (parent << FAN_BITS) + i
                     there = real & (child >= low_node) & (child <= high_node)
                     slot = partials_ptr + (offset + child - low_node) * slot_size
                     m2 = tl.load(slot + ml_cells, mask=there, other=float("-inf"), cache_modifier=".cg")
@@ -196,8 +194,8 @@ def _decode(
             else:
                 alive = 0
             node = parent
-            offset, room = offset + room, room // FAN + 2
-            low_node, high_node = low_node // FAN, high_node // FAN
+            offset, room = offset + room, (room >> FAN_BITS) + 2
+            low_node, high_node = low_node >> FAN_BITS, high_node >> FAN_BITS
         if alive == 1:
             inverse = 1.0 / tl.where(l == 0.0, 1.0, l)  # a padding row saw nothing: zeros
             cells = out_ptr + ((q_cells * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + dims[None, :]
@@ -353,13 +351,12 @@ def paged_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         D=padded,
-        BLOCK_SIZE=block_size,
+        BLOCK_BITS=block_size.bit_length() - 1,
         WINDOWED=window is not None,
         M=split.rows,
-        T=split.keys,
-        FAN=FAN,
+        T_BITS=split.keys.bit_length() - 1,
+        FAN_BITS=FAN.bit_length() - 1,
         WIDE=_WIDE,
-        STAGES=tile.stages,
         UPCAST=launch.INTERPRET,
     )
     return out
