@@ -236,6 +236,8 @@ def store_features(
     """
     batch, (rows, hidden) = slots.shape[0], states[0].shape
     per_request = rows // batch
+    if not 1 <= len(states) <= 5:
+        raise ValueError(f"{len(states)} states; 1 to 5 can be stored")
     if features.shape[-1] != len(states) * hidden or (last_row is None and per_request > features.shape[1]):
         raise ValueError(
             f"{len(states)} states of {per_request} rows x {hidden} do not fit features {tuple(features.shape)}"

@@ -7,13 +7,14 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.launch import INTERPRET, pdl_enabled
+from slipstream.kernels.gpu import launch
 from slipstream.kernels.round_ring import HEADER, RoundRing
 
 if TYPE_CHECKING:
     from slipstream.kernels.round_ops import DraftRows, RoundTable, VerifyRows
 
 _COPY_BLOCK = 1024  # values a program copies
+_MAX_STATES = 5  # of the draft's features
 
 
 def draft_rows(table: "RoundTable", slots: torch.Tensor, num_steps: int, clock: torch.Tensor | None) -> "DraftRows":
@@ -28,21 +29,20 @@ def draft_rows(table: "RoundTable", slots: torch.Tensor, num_steps: int, clock: 
         last_row=slots.new_empty(batch),
         chain_positions=slots.new_empty(num_steps, batch),
     )
-    _draft_rows_kernel[(1,)](
-        *_table_of(table),
-        table.num_fresh,
+    _launch_one(
+        _draft_rows_kernel,
+        table,
         slots,
-        rows.token_ids,
-        rows.positions,
-        rows.start,
-        rows.num_valid,
-        rows.last_row,
-        rows.chain_positions,
-        slots if clock is None else clock,
-        batch,
+        num_steps + 1,
+        num_fresh_ptr=table.num_fresh,
+        ids_ptr=rows.token_ids,
+        positions_ptr=rows.positions,
+        start_ptr=rows.start,
+        valid_ptr=rows.num_valid,
+        last_ptr=rows.last_row,
+        chain_ptr=rows.chain_positions,
+        clock_ptr=clock,
         K=num_steps,
-        STAMP=clock is not None,
-        **_one_program(batch, num_steps + 1),
     )
     return rows
 
@@ -59,21 +59,20 @@ def verify_rows(
         start=slots.new_empty(batch),
         num_valid=slots.new_empty(batch),
     )
-    _verify_rows_kernel[(1,)](
-        *_table_of(table),
+    _launch_one(
+        _verify_rows_kernel,
+        table,
         slots,
-        slots if drafts is None else drafts,
-        0 if drafts is None else drafts.stride(0),
-        0 if drafts is None else drafts.stride(1),
-        rows.token_ids,
-        rows.positions,
-        rows.start,
-        rows.num_valid,
-        slots if clock is None else clock,
-        batch,
+        num_steps + 1,
+        drafts_ptr=drafts,
+        drafts_stride_b=0 if drafts is None else drafts.stride(0),
+        drafts_stride_k=0 if drafts is None else drafts.stride(1),
+        ids_ptr=rows.token_ids,
+        positions_ptr=rows.positions,
+        start_ptr=rows.start,
+        valid_ptr=rows.num_valid,
+        clock_ptr=clock,
         K=num_steps,
-        STAMP=clock is not None,
-        **_one_program(batch, num_steps + 1),
     )
     return rows
 
@@ -93,28 +92,29 @@ def commit(
     accepted, count = slots.new_empty(batch), slots.new_empty(batch)
     if ring is not None and (ring.records.shape[1] < batch or ring.records.shape[2] < HEADER + width):
         raise ValueError(f"a ring of {tuple(ring.records.shape)} cannot hold {batch} requests of {width} tokens")
-    _commit_kernel[(1,)](
-        *_table_of(table),
-        table.num_fresh,
+    _launch_one(
+        _commit_kernel,
+        table,
         slots,
-        slots if token_ids is None else token_ids,
-        slots if start is None else start,
-        slots if num_valid is None else num_valid,
-        tokens.contiguous(),
-        slots if gate is None else gate,
-        accepted,
-        count,
-        *((slots,) * 5 if ring is None else (ring.records, ring.stamps, ring.seq, ring.counter, ring.clock)),
-        1 if ring is None else ring.depth,
-        0 if ring is None else ring.records.stride(0),
-        0 if ring is None else ring.records.stride(1),
-        batch,
+        width,
+        num_fresh_ptr=table.num_fresh,
+        rows_ids_ptr=token_ids,
+        rows_start_ptr=start,
+        rows_valid_ptr=num_valid,
+        chosen_ptr=tokens.contiguous(),
+        gate_ptr=gate,
+        accepted_ptr=accepted,
+        count_ptr=count,
+        records_ptr=ring and ring.records,
+        stamps_ptr=ring and ring.stamps,
+        seq_ptr=ring and ring.seq,
+        counter_ptr=ring and ring.counter,
+        clock_ptr=ring and ring.clock,
+        depth=ring.depth if ring else 0,
+        entry_stride=ring.records.stride(0) if ring else 0,
+        request_stride=ring.records.stride(1) if ring else 0,
         WIDTH=width,
-        DRAFTS=token_ids is not None,
-        GATE=gate is not None,
-        RING=ring is not None,
         HEADER=HEADER,
-        **_one_program(batch, width),
     )
     return accepted, count
 
@@ -123,10 +123,16 @@ def select_last(states: torch.Tensor, last_row: torch.Tensor) -> torch.Tensor:
     states = states.contiguous()
     batch, rows, hidden = states.shape
     out = states.new_empty(batch, hidden)
-    grid = (batch, triton.cdiv(hidden, _COPY_BLOCK))
-    pdl = pdl_enabled()
-    _select_last_kernel[grid](
-        states, last_row, out, rows, hidden, BLOCK=_COPY_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl
+    launch.launch(
+        _select_last_kernel,
+        (batch, triton.cdiv(hidden, _COPY_BLOCK)),
+        num_warps=4,
+        states_ptr=states,
+        last_ptr=last_row,
+        out_ptr=out,
+        rows=rows,
+        hidden=hidden,
+        BLOCK=_COPY_BLOCK,
     )
     return out
 
@@ -135,37 +141,43 @@ def store_features(
     states: Sequence[torch.Tensor], features: torch.Tensor, slots: torch.Tensor, last_row: torch.Tensor | None
 ) -> None:
     (rows, hidden), batch = states[0].shape, slots.shape[0]
-    per_request = rows // batch
-    grid = (batch if last_row is not None else rows, triton.cdiv(hidden, _COPY_BLOCK))
-    pdl = pdl_enabled()
-    _store_features_kernel[grid](
-        tuple(state.contiguous() for state in states),
-        features,
-        features.stride(0),
-        features.stride(1),
-        slots,
-        slots if last_row is None else last_row,
-        per_request,
-        hidden,
-        NUM_STATES=len(states),
-        LAST=last_row is not None,
-        BLOCK=_COPY_BLOCK,
-        PDL=pdl,
+    given = [state.contiguous() for state in states]
+    padded: dict[str, Any] = {f"state{i}_ptr": given[i] if i < len(given) else None for i in range(_MAX_STATES)}
+    launch.launch(
+        _store_features_kernel,
+        (batch if last_row is not None else rows, triton.cdiv(hidden, _COPY_BLOCK)),
         num_warps=4,
-        launch_pdl=pdl,
+        **padded,
+        features_ptr=features,
+        slot_stride=features.stride(0),
+        row_stride=features.stride(1),
+        slots_ptr=slots,
+        last_ptr=last_row,
+        per_request=rows // batch,
+        hidden=hidden,
+        BLOCK=_COPY_BLOCK,
     )
 
 
-def _table_of(table: "RoundTable") -> tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]:
-    """tokens and its row stride, lengths, limits: how each kernel's arguments begin."""
-    return table.tokens, table.tokens.stride(0), table.lengths, table.limits
-
-
-def _one_program(batch: int, width: int) -> dict[str, Any]:
-    """Block sizes and launch options of a kernel in which one program does all B x width values."""
-    block_b, block_k, pdl = triton.next_power_of_2(batch), triton.next_power_of_2(width), pdl_enabled()
-    warps = 1 if block_b * block_k <= 128 else 4
-    return {"BB": block_b, "BK": block_k, "TIMER": not INTERPRET, "PDL": pdl, "num_warps": warps, "launch_pdl": pdl}
+def _launch_one(kernel: Any, table: "RoundTable", slots: torch.Tensor, width: int, **arguments: Any) -> None:
+    """A kernel in which one program does all B x width values."""
+    batch = slots.shape[0]
+    block_b, block_k = triton.next_power_of_2(batch), triton.next_power_of_2(width)
+    launch.launch(
+        kernel,
+        (1,),
+        num_warps=1 if block_b * block_k <= 128 else 4,
+        tokens_ptr=table.tokens,
+        tokens_stride=table.tokens.stride(0),
+        lengths_ptr=table.lengths,
+        limits_ptr=table.limits,
+        slots_ptr=slots,
+        batch=batch,
+        BB=block_b,
+        BK=block_k,
+        TIMER=not launch.INTERPRET,
+        **arguments,
+    )
 
 
 @triton.jit
@@ -178,162 +190,236 @@ def _now(TIMER: tl.constexpr):
 
 
 @triton.jit
+def _requests(slots_ptr, lengths_ptr, limits_ptr, batch, K, BB: tl.constexpr):
+    """Of each request [BB]: whether it is real, slot, committed tokens, limit, usable drafts."""
+    b = tl.arange(0, BB)
+    real = b < batch
+    slot = tl.load(slots_ptr + b, real, other=0)
+    start = tl.load(lengths_ptr + slot, real, other=0)
+    limit = tl.load(limits_ptr + slot, real, other=0)
+    return real, slot, start, limit, tl.minimum(tl.maximum(limit - start - 1, 0), K)
+
+
+@triton.jit(do_not_specialize=["batch"])
 def _draft_rows_kernel(
-    tokens, tokens_stride, lengths, limits, num_fresh, slots,
-    out_ids, out_positions, out_start, out_valid, out_last, out_chain, clock, batch,
-    K: tl.constexpr, STAMP: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, TIMER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    tokens_stride,
+    lengths_ptr,
+    limits_ptr,
+    num_fresh_ptr,
+    slots_ptr,
+    batch,
+    ids_ptr,
+    positions_ptr,
+    start_ptr,
+    valid_ptr,
+    last_ptr,
+    chain_ptr,
+    clock_ptr,
+    K: tl.constexpr,
+    BB: tl.constexpr,
+    BK: tl.constexpr,
+    TIMER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if STAMP:
-        tl.store(clock, _now(TIMER))
+    if clock_ptr is not None:
+        tl.store(clock_ptr, _now(TIMER))
+    real, slot, start, _limit, num_valid = _requests(slots_ptr, lengths_ptr, limits_ptr, batch, K, BB)
+    fresh = tl.load(num_fresh_ptr + slot, real, other=0)
     b, k = tl.arange(0, BB), tl.arange(0, BK)[None, :]
-    real = b < batch
-    slot = tl.load(slots + b, real, other=0)
-    start = tl.load(lengths + slot, real, other=0)
-    fresh = tl.load(num_fresh + slot, real, other=0)
-    limit = tl.load(limits + slot, real, other=0)
-    num_valid = tl.minimum(tl.maximum(limit - start - 1, 0), K)
-    tl.store(out_start + b, start, real)
-    tl.store(out_valid + b, num_valid, real)
-    tl.store(out_last + b, tl.maximum(fresh - 1, 0), real)
+    tl.store(start_ptr + b, start, real)
+    tl.store(valid_ptr + b, num_valid, real)
+    tl.store(last_ptr + b, tl.maximum(fresh - 1, 0), real)
     cell = b[:, None] * (K + 1) + k  # [BB, BK]
     inside = real[:, None] & (k <= K)
     is_fresh = inside & (k < fresh[:, None])
     positions = (start - 1 - fresh)[:, None] + k
-    ids = tl.load(tokens + slot[:, None] * tokens_stride + positions + 1, is_fresh, other=0)
-    tl.store(out_ids + cell, ids, inside)
-    tl.store(out_positions + cell, tl.where(is_fresh, positions, -1), inside)
+    ids = tl.load(tokens_ptr + slot[:, None] * tokens_stride + positions + 1, is_fresh, other=0)
+    tl.store(ids_ptr + cell, ids, inside)
+    tl.store(positions_ptr + cell, tl.where(is_fresh, positions, -1), inside)
     usable = ((k == 0) | (k < num_valid[:, None])) & (fresh[:, None] > 0)
     chain = tl.where(usable, start[:, None] - 2 + k, -1)
-    tl.store(out_chain + k * batch + b[:, None], chain, real[:, None] & (k < K))
+    tl.store(chain_ptr + k * batch + b[:, None], chain, real[:, None] & (k < K))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _verify_rows_kernel(
-    tokens, tokens_stride, lengths, limits, slots, drafts, drafts_stride_b, drafts_stride_k,
-    out_ids, out_positions, out_start, out_valid, clock, batch,
-    K: tl.constexpr, STAMP: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr, TIMER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    tokens_stride,
+    lengths_ptr,
+    limits_ptr,
+    slots_ptr,
+    batch,
+    drafts_ptr,
+    drafts_stride_b,
+    drafts_stride_k,
+    ids_ptr,
+    positions_ptr,
+    start_ptr,
+    valid_ptr,
+    clock_ptr,
+    K: tl.constexpr,
+    BB: tl.constexpr,
+    BK: tl.constexpr,
+    TIMER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    if STAMP:
+    if clock_ptr is not None:
         now = _now(TIMER)
-        tl.store(clock + 1, now)
+        tl.store(clock_ptr + 1, now)
         if K == 0:
-            tl.store(clock, now)
+            tl.store(clock_ptr, now)
+    real, slot, start, limit, num_valid = _requests(slots_ptr, lengths_ptr, limits_ptr, batch, K, BB)
     b, k = tl.arange(0, BB), tl.arange(0, BK)[None, :]
-    real = b < batch
-    slot = tl.load(slots + b, real, other=0)
-    start = tl.load(lengths + slot, real, other=0)
-    limit = tl.load(limits + slot, real, other=0)
-    num_valid = tl.minimum(tl.maximum(limit - start - 1, 0), K)
-    tl.store(out_start + b, start, real)
-    tl.store(out_valid + b, num_valid, real)
+    tl.store(start_ptr + b, start, real)
+    tl.store(valid_ptr + b, num_valid, real)
     cell = b[:, None] * (K + 1) + k  # [BB, BK]
     inside = real[:, None] & (k <= K)
-    root = tl.load(tokens + slot * tokens_stride + tl.maximum(start - 1, 0), real, other=0)
-    ids = root[:, None] + k * 0
-    if K > 0:
-        draft = tl.load(drafts + b[:, None] * drafts_stride_b + (k - 1) * drafts_stride_k, inside & (k > 0), other=0)
-        ids = tl.where(k == 0, ids, draft)
-    tl.store(out_ids + cell, ids, inside)
+    root = tl.load(tokens_ptr + slot * tokens_stride + tl.maximum(start - 1, 0), real, other=0)
+    ids = root[:, None] + k * 0  # [BB] -> [BB, BK]
+    if drafts_ptr is not None:
+        at = b[:, None] * drafts_stride_b + (k - 1) * drafts_stride_k
+        ids = tl.where(k == 0, ids, tl.load(drafts_ptr + at, inside & (k > 0), other=0))
+    tl.store(ids_ptr + cell, ids, inside)
     has_room = (start >= 1) & (start < limit)
     runs = (k <= num_valid[:, None]) & has_room[:, None]
-    tl.store(out_positions + cell, tl.where(runs, start[:, None] - 1 + k, -1), inside)
+    tl.store(positions_ptr + cell, tl.where(runs, start[:, None] - 1 + k, -1), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "depth"])
 def _commit_kernel(
-    table_tokens, table_stride, lengths, limits, num_fresh, slots, rows_ids, rows_start, rows_valid, tokens, gate,
-    out_accepted, out_count, records, stamps, seq, counter, clock, depth, record_stride, request_stride, batch,
-    WIDTH: tl.constexpr, DRAFTS: tl.constexpr, GATE: tl.constexpr, RING: tl.constexpr, HEADER: tl.constexpr,
-    BB: tl.constexpr, BK: tl.constexpr, TIMER: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    tokens_ptr,
+    tokens_stride,
+    lengths_ptr,
+    limits_ptr,
+    num_fresh_ptr,
+    slots_ptr,
+    batch,
+    rows_ids_ptr,
+    rows_start_ptr,
+    rows_valid_ptr,
+    chosen_ptr,
+    gate_ptr,
+    accepted_ptr,
+    count_ptr,
+    records_ptr,
+    stamps_ptr,
+    seq_ptr,
+    counter_ptr,
+    clock_ptr,
+    depth,
+    entry_stride,
+    request_stride,
+    WIDTH: tl.constexpr,
+    HEADER: tl.constexpr,
+    BB: tl.constexpr,
+    BK: tl.constexpr,
+    TIMER: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    real, slot, start, limit, num_valid = _requests(slots_ptr, lengths_ptr, limits_ptr, batch, 0, BB)
     b, k = tl.arange(0, BB), tl.arange(0, BK)[None, :]
-    real = b < batch
     inside = real[:, None] & (k < WIDTH)
-    slot = tl.load(slots + b, real, other=0)
     cell = b[:, None] * WIDTH + k  # [BB, BK]
-    token = tl.load(tokens + cell, inside, other=0)
-    limit = tl.load(limits + slot, real, other=0)
-    if DRAFTS:
-        start = tl.load(rows_start + b, real, other=0)
-        num_valid = tl.load(rows_valid + b, real, other=0)
-        draft = tl.load(rows_ids + cell + 1, inside & (k + 1 < WIDTH), other=-1)
+    token = tl.load(chosen_ptr + cell, inside, other=0)
+    accepted = tl.full((BB,), 0, tl.int64)
+    if rows_ids_ptr is not None:
+        start = tl.load(rows_start_ptr + b, real, other=0)
+        num_valid = tl.load(rows_valid_ptr + b, real, other=0)
+        draft = tl.load(rows_ids_ptr + cell + 1, inside & (k + 1 < WIDTH), other=-1)
         stands = (draft == token) & (k < num_valid[:, None])
         accepted = tl.min(tl.where(stands, BK, k), axis=1).to(tl.int64)  # column of the first that does not
-    else:
-        start = tl.load(lengths + slot, real, other=0)
-        num_valid = start * 0
-        accepted = num_valid
     count = tl.maximum(tl.minimum(accepted + 1, limit - start), 0)
-    if GATE:
-        count = count * tl.load(gate + b, real, other=0)
-    tl.store(out_accepted + b, accepted, real)
-    tl.store(out_count + b, count, real)
+    if gate_ptr is not None:
+        count = count * tl.load(gate_ptr + b, real, other=0)
+    tl.store(accepted_ptr + b, accepted, real)
+    tl.store(count_ptr + b, count, real)
     appended = inside & (k < count[:, None])
-    tl.store(table_tokens + slot[:, None] * table_stride + start[:, None] + k, token, appended)
-    tl.store(lengths + slot, start + count, real)
-    tl.store(num_fresh + slot, count, real)
-    if RING:
-        index = tl.load(counter)
+    tl.store(tokens_ptr + slot[:, None] * tokens_stride + start[:, None] + k, token, appended)
+    # Padding rows all name the dummy slot and all store the same there: its length, 0.
+    tl.store(lengths_ptr + slot, start + count, real)
+    tl.store(num_fresh_ptr + slot, count, real)
+    if seq_ptr is not None:
+        index = tl.load(counter_ptr)
         place = index % depth
-        entry = records + place * record_stride + b * request_stride  # [BB]
+        entry = records_ptr + place * entry_stride + b * request_stride  # [BB]
         tl.store(entry, start, real)
         tl.store(entry + 1, num_valid, real)
         tl.store(entry + 2, accepted, real)
         tl.store(entry + 3, count, real)
         tl.store(entry[:, None] + HEADER + k, token, inside)
-        if GATE:
-            tl.store(stamps + place * 3, tl.full((), 0, tl.int64))
-            tl.store(stamps + place * 3 + 1, tl.full((), 0, tl.int64))
-        else:
-            tl.store(stamps + place * 3, tl.load(clock))
-            tl.store(stamps + place * 3 + 1, tl.load(clock + 1))
-        tl.store(stamps + place * 3 + 2, _now(TIMER))
+        began = tl.full((), 0, tl.int64)
+        drafted = tl.full((), 0, tl.int64)
+        if gate_ptr is None:
+            began = tl.load(clock_ptr)
+            drafted = tl.load(clock_ptr + 1)
+        tl.store(stamps_ptr + place * 3, began)
+        tl.store(stamps_ptr + place * 3 + 1, drafted)
+        tl.store(stamps_ptr + place * 3 + 2, _now(TIMER))
         # Every thread makes its own stores visible to the host, then all meet, then one says so.
         if TIMER:
             tl.inline_asm_elementwise("fence.acq_rel.sys; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
-        tl.store(seq + place, index + 1)
-        tl.store(counter, index + 1)
+        tl.store(seq_ptr + place, index + 1)
+        tl.store(counter_ptr, index + 1)
 
 
 @triton.jit
-def _select_last_kernel(states, last_row, out, rows, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _select_last_kernel(states_ptr, last_ptr, out_ptr, rows, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = b * rows + tl.load(last_row + b)
-    value = tl.load(states + row * hidden + column, column < hidden)
-    tl.store(out + b * hidden + column, value, column < hidden)
+    row = b * rows + tl.load(last_ptr + b)
+    value = tl.load(states_ptr + row * hidden + column, column < hidden)
+    tl.store(out_ptr + b * hidden + column, value, column < hidden)
 
 
 @triton.jit
 def _store_features_kernel(
-    states, features, slot_stride, row_stride, slots, last_row, per_request, hidden,
-    NUM_STATES: tl.constexpr, LAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    state0_ptr,
+    state1_ptr,
+    state2_ptr,
+    state3_ptr,
+    state4_ptr,
+    features_ptr,
+    slot_stride,
+    row_stride,
+    slots_ptr,
+    last_ptr,
+    per_request,
+    hidden,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    program = tl.program_id(0)
-    if LAST:
-        b, to_row = program, 0
-        row = program * per_request + tl.load(last_row + program)
+    b, row, to_row = tl.program_id(0).to(tl.int64), tl.program_id(0).to(tl.int64), 0
+    if last_ptr is not None:
+        row = b * per_request + tl.load(last_ptr + b)
     else:
-        b, to_row = program // per_request, program % per_request
-        row = program.to(tl.int64)
+        b, to_row = row // per_request, row % per_request
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    to = features + tl.load(slots + b) * slot_stride + to_row * row_stride + column
-    for i in tl.static_range(NUM_STATES):
-        value = tl.load(states[i] + row * hidden + column, column < hidden)
-        tl.store(to + i * hidden, value, column < hidden)
+    inside = column < hidden
+    to = features_ptr + tl.load(slots_ptr + b) * slot_stride + to_row * row_stride + column
+    at = row * hidden + column
+    tl.store(to, tl.load(state0_ptr + at, inside), inside)
+    if state1_ptr is not None:
+        tl.store(to + hidden, tl.load(state1_ptr + at, inside), inside)
+    if state2_ptr is not None:
+        tl.store(to + 2 * hidden, tl.load(state2_ptr + at, inside), inside)
+    if state3_ptr is not None:
+        tl.store(to + 3 * hidden, tl.load(state3_ptr + at, inside), inside)
+    if state4_ptr is not None:
+        tl.store(to + 4 * hidden, tl.load(state4_ptr + at, inside), inside)
