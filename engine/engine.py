@@ -160,6 +160,12 @@ class Engine:
             self.stats.note_idle()
         return outputs
 
+    def drain(self) -> None:
+        """Waits for what is still out for requests that have ended: nothing runs on the device any more."""
+        assert not self.has_work
+        with self.steps.context():
+            self._collect_until(0, [])
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -188,6 +194,8 @@ class Engine:
                     done[i] = Completion(list(prompts[i]), answers[i], output.finish_reason, output.trace)
                     if progress:
                         progress(len(done), len(prompts))
+        if not self.has_work:
+            self.drain()
         return [done[i] for i in range(len(prompts))]
 
     @property

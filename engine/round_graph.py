@@ -11,7 +11,7 @@ that changes nothing, results read before the next replay) is so tested without 
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -149,6 +149,11 @@ class CudaGraphs:
         self._staging = torch.zeros(rows, largest, dtype=torch.int64, pin_memory=True)
         self._next = 0
 
+    def __del__(self) -> None:
+        # Launches may still be out; what they write to is given back together with this.
+        with suppress(RuntimeError, AttributeError):
+            self.stream.synchronize()
+
     def capture(self, function: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
@@ -205,6 +210,9 @@ class GraphSteps:
                 chunk = torch.tensor([dummy, 0, 1, 0], device=runner.device)
                 captured = self._capture(size, chunk, lambda inputs, size: runner.prefill(inputs, size))
                 self.chunks.insert(0, captured)
+                if runner.device.type == "cuda":  # a trace asks for the logits of all rows: compiled now, if at all
+                    with torch.inference_mode():
+                        runner.target.logits(captured.result.last[0])
             for size in reversed(config.batch_buckets):
                 slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
                 self.rounds.insert(0, self._capture(size, slots, lambda inputs, _: runner.round(inputs)))
