@@ -6,7 +6,7 @@ from slipstream.engine.errors import SlipstreamError
 
 MAX_NUM_STEPS = 8  # longer chains are not served
 MAX_ROUNDS_IN_FLIGHT = 8
-SMALLEST_ROW_BUCKET = 16
+SMALLEST_ROW_BUCKET = 32
 
 
 @dataclass(frozen=True)
@@ -92,18 +92,18 @@ class EngineConfig:
     @property
     def batch_buckets(self) -> tuple[int, ...]:
         """Requests of a captured round: 1, 2, 4, .. and max_running_requests. A smaller batch is filled up."""
-        return _buckets(1, 2, self.max_running_requests)
+        return _buckets(1, self.max_running_requests)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
-        """Rows of a captured prefill chunk: 16, 64, 256, .. and the longest chunk that there can be."""
-        return _buckets(SMALLEST_ROW_BUCKET, 4, min(self.prefill_chunk_tokens, self.max_context_tokens))
+        """Rows of a captured prefill chunk: 32, 64, 128, .. and the longest chunk that there can be."""
+        return _buckets(SMALLEST_ROW_BUCKET, min(self.prefill_chunk_tokens, self.max_context_tokens))
 
 
-def _buckets(first: int, factor: int, largest: int) -> tuple[int, ...]:
-    """first, first * factor, .. below `largest`, and `largest`."""
+def _buckets(first: int, largest: int) -> tuple[int, ...]:
+    """first, 2 * first, 4 * first, .. below `largest`, and `largest`."""
     sizes = []
     while first < largest:
         sizes.append(first)
-        first *= factor
+        first *= 2
     return (*sizes, largest)

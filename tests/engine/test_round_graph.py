@@ -67,10 +67,10 @@ def test_buckets_end_with_the_largest_batch_and_chunk():
     assert EngineConfig(max_running_requests=1).batch_buckets == (1,)
     assert EngineConfig(max_running_requests=8).batch_buckets == (1, 2, 4, 8)
     assert EngineConfig(max_running_requests=6).batch_buckets == (1, 2, 4, 6)
-    assert EngineConfig(prefill_chunk_tokens=256).row_buckets == (16, 64, 256)
-    assert EngineConfig(prefill_chunk_tokens=100).row_buckets == (16, 64, 100)
+    assert EngineConfig(prefill_chunk_tokens=256).row_buckets == (32, 64, 128, 256)
+    assert EngineConfig(prefill_chunk_tokens=100).row_buckets == (32, 64, 100)
     assert EngineConfig(prefill_chunk_tokens=8).row_buckets == (8,)
-    assert EngineConfig(prefill_chunk_tokens=256, max_context_tokens=40).row_buckets == (16, 40)
+    assert EngineConfig(prefill_chunk_tokens=256, max_context_tokens=40).row_buckets == (32, 40)
 
 
 @pytest.mark.parametrize("rounds_in_flight", [0, 1, 2])
