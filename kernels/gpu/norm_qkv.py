@@ -4,6 +4,8 @@ A program holds the same part of both halves of one head, so that the rotation n
 it holds the whole head.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -134,10 +136,10 @@ def norm_qkv(
     num_rows, half = stream.rows.shape[0], heads.dim // 2
     if cos.shape != (num_rows, heads.dim) or sin.shape != cos.shape or cos.dtype != weight.dtype:
         raise ValueError(f"cos and sin must be {(num_rows, heads.dim)} {weight.dtype}: found {cos.shape} {cos.dtype}")
-    width = weight.element_size()
     tile = tile_for(weight.shape[0], weight.shape[1], weight.dtype, paired=True)
     if q_norm is not None or k_norm is not None:
-        tile = tile.whole_head(half, weight.shape[1], width)
+        tile = tile.whole_head(half, weight.shape[1], weight.element_size())
+    tile = replace(tile, block_n=min(tile.block_n, max(16, triton.next_power_of_2(half))))
     q = torch.empty((num_rows, heads.q, heads.dim), dtype=weight.dtype, device=weight.device)
     if sink is None:
         cells = torch.empty((num_rows, 2, heads.kv, heads.dim), dtype=weight.dtype, device=weight.device)
