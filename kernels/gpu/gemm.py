@@ -5,7 +5,7 @@ in which a row's sum over k is taken hangs on the weight's shape alone:
 
 - `SPLIT` warps each take an equal share of the columns and meet at the end (`tl.sum` over the warps);
 - a reduction that is no matrix product runs either over a tile as wide and of as many threads whatever the rows
-  (`row_rstd`), or in the matrix unit (`column_sums`), whose order does not hang on how a tile lies in the registers.
+  (`row_squares`), or in the matrix unit (`column_sums`), whose order does not hang on how a tile lies in the registers.
 """
 
 import triton
@@ -133,15 +133,16 @@ def normalise_tile(x, rstd, weight, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K: tl.constexpr, SUMSQ: tl.constexpr):
-    """1 / sqrt(mean square + eps) of rows m: [m] fp32. From the parts that the rows' writer left, or from the rows."""
+def row_squares(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, K: tl.constexpr, SUMSQ: tl.constexpr):
+    """[m, a fixed width] fp32, whose sum along a row is its sum of squares: the parts that the rows' writer left, or
+    made of the rows."""
     inside = (m < num_rows)[:, None]
     if SUMSQ:
-        total = tl.zeros(m.shape, tl.float32)
+        squares = tl.zeros((m.shape[0], _PARTS_WIDTH), tl.float32)
         for start in range(0, num_parts, _PARTS_WIDTH):
             part = start + tl.arange(0, _PARTS_WIDTH)
             at = (m * num_parts)[:, None] + part[None, :]  # [m], [p] -> [m, p]
-            total += tl.sum(tl.load(sumsq_ptr + at, mask=inside & (part < num_parts)[None, :], other=0.0), 1)
+            squares += tl.load(sumsq_ptr + at, mask=inside & (part < num_parts)[None, :], other=0.0)
     else:
         squares = tl.zeros((m.shape[0], _STAT_WIDTH), tl.float32)
         for start in range(0, K, _STAT_WIDTH):
@@ -149,8 +150,13 @@ def row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K: tl.cons
             at = (m.to(tl.int64) * x_stride)[:, None] + k[None, :]  # [m], [k] -> [m, k]
             x = tl.load(x_ptr + at, mask=inside & (k < K)[None, :], other=0.0).to(tl.float32)
             squares += x * x
-        total = tl.sum(squares, 1)
-    return tl.rsqrt(total / K + eps)
+    return squares
+
+
+@triton.jit
+def rstd_of(squares, eps, K: tl.constexpr):
+    """1 / sqrt(mean square + eps) of the rows of `row_squares`: [m]."""
+    return tl.rsqrt(tl.sum(squares, 1) / K + eps)
 
 
 @triton.jit
@@ -221,7 +227,76 @@ def zeros(n, m, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def products(
+def resident_rows(x_ptr, x_stride, m, num_rows, K: tl.constexpr, SPLIT: tl.constexpr):
+    """Rows m, cut as `resident_weights`."""
+    SHARE: tl.constexpr = share_of(K, SPLIT)
+    chunks = ()
+    for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
+        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        x = row_tile(x_ptr, x_stride, m, num_rows, k, K, SPLIT * SHARE == K, SPLIT)
+        chunks = chunks + (x,)  # type: ignore[assignment] # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+def pinned(x):
+    """x, which no pass takes to shared memory before this point: so all loads above it are in flight at once."""
+    if _INTERPRET or x.dtype.primitive_bitwidth != 16:
+        y = x
+    else:
+        y = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return y
+
+
+@triton.jit
+def pinned_all(chunks):
+    pins = ()
+    for i in tl.static_range(len(chunks)):
+        pins = pins + (pinned(chunks[i]),)  # type: ignore[assignment] # noqa: RUF005
+    return pins
+
+
+@triton.jit
+def start(
+    w_ptr,
+    n0,
+    n1,
+    norm_ptr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PAIRED: tl.constexpr,
+    NORM: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Let the next kernel start, ask for weights, and wait for the kernel before: what a caller reads of rows or state
+    it reads behind this call, and before `finish`, whose work the loads then hide behind.
+
+    Returns what `finish` wants: resident weight rows n0, n1 and the norm's weight; nothing where they come in steps.
+    """
+    w0, w1, constants = (0,), (0,), (0,)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if PREFETCH > 0:
+        prefetch(w_ptr, n0, K, PREFETCH, 32 * WARPS)
+        if PAIRED:
+            prefetch(w_ptr, n1, K, PREFETCH, 32 * WARPS)
+    if BLOCK_K == 0:
+        w0 = resident_weights(w_ptr, n0, K, SPLIT)
+        if PAIRED:
+            w1 = resident_weights(w_ptr, n1, K, SPLIT)
+        if NORM:
+            constants = resident_norm(norm_ptr, K, SPLIT)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    return w0, w1, constants
+
+
+@triton.jit
+def finish(
+    held,
     x_ptr,
     x_stride,
     m,
@@ -239,47 +314,34 @@ def products(
     PAIRED: tl.constexpr,
     NORM: tl.constexpr,
     SUMSQ: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    WARPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """acc[n0, m] and, when PAIRED, acc[n1, m] (else the first again). Lets the next kernel start and waits for the
-    one before: what its caller reads of rows or state, it reads behind this call."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    """acc[n0, m] and, when PAIRED, acc[n1, m] (else the first again)."""
     acc0 = zeros(n0, m, SPLIT)
     acc1 = acc0
     if BLOCK_K == 0:
         SHARE: tl.constexpr = share_of(K, SPLIT)
-        w0 = resident_weights(w_ptr, n0, K, SPLIT)
+        rows = resident_rows(x_ptr, x_stride, m, num_rows, K, SPLIT)
+        if NORM:
+            squares = row_squares(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, K, SUMSQ)
+        # While rows are on their way, weights go to shared memory.
+        w0 = pinned_all(held[0])
         if PAIRED:
-            w1 = resident_weights(w_ptr, n1, K, SPLIT)
+            w1 = pinned_all(held[1])
         if NORM:
-            constants = resident_norm(norm_ptr, K, SPLIT)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        if NORM:
-            rstd = row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K, SUMSQ)
+            rstd = rstd_of(squares, eps, K)
         for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
-            k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
-            x = row_tile(x_ptr, x_stride, m, num_rows, k, K, SPLIT * SHARE == K, SPLIT)
+            x = pinned(rows[i])
             if NORM:
-                x = normalise_tile(x, rstd, constants[i], SPLIT)
+                x = normalise_tile(x, rstd, held[2][i], SPLIT)
             acc0 = mul(w0[i], x, acc0)
             if PAIRED:
                 acc1 = mul(w1[i], x, acc1)
     else:
         EVEN: tl.constexpr = K % BLOCK_K == 0
-        if PREFETCH > 0:
-            prefetch(w_ptr, n0, K, PREFETCH, 32 * WARPS)
-            if PAIRED:
-                prefetch(w_ptr, n1, K, PREFETCH, 32 * WARPS)
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         if NORM:
-            rstd = row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K, SUMSQ)
-        for start in range(0, K, BLOCK_K):
-            k = columns(start, BLOCK_K // SPLIT, SPLIT)
+            rstd = rstd_of(row_squares(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, K, SUMSQ), eps, K)
+        for step in range(0, K, BLOCK_K):
+            k = columns(step, BLOCK_K // SPLIT, SPLIT)
             w = weight_tile(w_ptr, n0, k, K, EVEN, SPLIT)
             x = row_tile(x_ptr, x_stride, m, num_rows, k, K, EVEN, SPLIT)
             if NORM:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.gemm import column_sums, products
+from slipstream.kernels.gpu.gemm import column_sums, finish, start
 from slipstream.kernels.gpu.product_launch import launch_product
 from slipstream.kernels.gpu.tiles import RESIDENT_K, tile_for
 from slipstream.kernels.stream import Stream
@@ -40,15 +40,16 @@ def _linear_add_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     nw = tl.minimum(n, N - 1)  # rows beyond the last are read as the last and not written
-    acc, _ = products(
-        x_ptr, x_stride, m, num_rows, w_ptr, nw, nw, norm_ptr, eps, sumsq_ptr, num_parts,
-        K, BLOCK_K, SPLIT, False, NORM, SUMSQ, PREFETCH, WARPS, PDL,
-    )  # fmt: skip
-    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    held = start(w_ptr, nw, nw, norm_ptr, K, BLOCK_K, SPLIT, False, NORM, PREFETCH, WARPS, PDL)
     inside = (m < num_rows)[None, :] & (n < N)[:, None]
     at = m.to(tl.int64)[None, :] * residual_stride + n[:, None]  # [n, m]
-    residual = tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    rows = (acc.to(TYPE).to(tl.float32) + residual).to(TYPE)  # the product is rounded, then the sum
+    residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
+    acc, _ = finish(
+        held, x_ptr, x_stride, m, num_rows, w_ptr, nw, nw, norm_ptr, eps, sumsq_ptr, num_parts,
+        K, BLOCK_K, SPLIT, False, NORM, SUMSQ,
+    )  # fmt: skip
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    rows = (acc.to(TYPE).to(tl.float32) + residual.to(tl.float32)).to(TYPE)  # the product is rounded, then the sum
     tl.store(out_ptr + m.to(tl.int64)[None, :] * N + n[:, None], rows, mask=inside)
     if OUT_SUMSQ:
         kept = tl.where(inside, rows.to(tl.float32), 0.0)

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.gemm import products
+from slipstream.kernels.gpu.gemm import finish, start
 from slipstream.kernels.gpu.product_launch import launch_product
 from slipstream.kernels.gpu.tiles import tile_for
 from slipstream.kernels.stream import Norm, Stream
@@ -36,9 +36,10 @@ def _norm_gate_up_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     nw = tl.minimum(n, N - 1)  # rows beyond the last are read as the last and not written
-    gate, up = products(
-        x_ptr, x_stride, m, num_rows, w_ptr, nw, nw + N, norm_ptr, eps, sumsq_ptr, num_parts,
-        K, BLOCK_K, SPLIT, True, NORM, SUMSQ, PREFETCH, WARPS, PDL,
+    held = start(w_ptr, nw, nw + N, norm_ptr, K, BLOCK_K, SPLIT, True, NORM, PREFETCH, WARPS, PDL)
+    gate, up = finish(
+        held, x_ptr, x_stride, m, num_rows, w_ptr, nw, nw + N, norm_ptr, eps, sumsq_ptr, num_parts,
+        K, BLOCK_K, SPLIT, True, NORM, SUMSQ,
     )  # fmt: skip
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     gate = gate.to(TYPE).to(tl.float32)  # the projection's output is rounded, and silu's

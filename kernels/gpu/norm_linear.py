@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.gemm import products
+from slipstream.kernels.gpu.gemm import finish, start
 from slipstream.kernels.gpu.product_launch import launch_product
 from slipstream.kernels.gpu.tiles import tile_for
 from slipstream.kernels.stream import Norm, Stream
@@ -36,9 +36,10 @@ def _norm_linear_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     nw = tl.minimum(n, N - 1)  # rows beyond the last are read as the last and not written
-    acc, _ = products(
-        x_ptr, x_stride, m, num_rows, w_ptr, nw, nw, norm_ptr, eps, sumsq_ptr, num_parts,
-        K, BLOCK_K, SPLIT, False, NORM, SUMSQ, PREFETCH, WARPS, PDL,
+    held = start(w_ptr, nw, nw, norm_ptr, K, BLOCK_K, SPLIT, False, NORM, PREFETCH, WARPS, PDL)
+    acc, _ = finish(
+        held, x_ptr, x_stride, m, num_rows, w_ptr, nw, nw, norm_ptr, eps, sumsq_ptr, num_parts,
+        K, BLOCK_K, SPLIT, False, NORM, SUMSQ,
     )  # fmt: skip
     at = m.to(tl.int64)[None, :] * N + n[:, None]  # [n, m]
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[None, :] & (n < N)[:, None])

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.gemm import column_sums, products
+from slipstream.kernels.gpu.gemm import column_sums, finish, start
 from slipstream.kernels.gpu.product_launch import launch_product
 from slipstream.kernels.gpu.tiles import tile_for
 from slipstream.kernels.norm_qkv import Heads, KVSink
@@ -32,17 +32,8 @@ def _head_norm(low, high, norm_ptr, eps, n, HALF: tl.constexpr, TYPE: tl.constex
 
 
 @triton.jit
-def _rotate(low, high, cos_ptr, sin_ptr, m, num_rows, n, HALF: tl.constexpr, TYPE: tl.constexpr):
-    """x cos + rotated(x) sin of a head in two halves [n, m]; both products and their sum are rounded."""
-    at = (m * (2 * HALF))[None, :] + n[:, None]  # [m], [n] -> [n, m]
-    inside = (m < num_rows)[None, :] & (n < HALF)[:, None]
-    cos_low = tl.load(cos_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos_ptr + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin_ptr + HALF + at, mask=inside, other=0.0).to(tl.float32)
-    new_low = (low * cos_low).to(TYPE).to(tl.float32) + (-high * sin_low).to(TYPE).to(tl.float32)
-    new_high = (high * cos_high).to(TYPE).to(tl.float32) + (low * sin_high).to(TYPE).to(tl.float32)
-    return new_low, new_high
+def _times(x, y, TYPE: tl.constexpr):
+    return (x * y.to(tl.float32)).to(TYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -89,9 +80,21 @@ def _norm_qkv_kernel(
     head = tl.program_id(1) // PARTS_OF_HALF
     n = (tl.program_id(1) % PARTS_OF_HALF) * BLOCK_N + tl.arange(0, BLOCK_N)
     nw = head * (2 * HALF) + tl.minimum(n, HALF - 1)
-    low, high = products(
-        x_ptr, x_stride, m, num_rows, w_ptr, nw, nw + HALF, norm_ptr, eps, sumsq_ptr, num_parts,
-        K, BLOCK_K, SPLIT, True, NORM, SUMSQ, PREFETCH, WARPS, PDL,
+    held = start(w_ptr, nw, nw + HALF, norm_ptr, K, BLOCK_K, SPLIT, True, NORM, PREFETCH, WARPS, PDL)
+    # Both halves of a head side by side: [n, m, 2].
+    d = n[:, None, None] + (tl.arange(0, 2) * HALF)[None, None, :]  # [n, 1, 2]
+    inside = (m < num_rows)[None, :, None] & (n < HALF)[:, None, None]
+    angle = (m * (2 * HALF))[None, :, None] + d
+    rotates = inside & (head < Q + KV)
+    cos = tl.load(cos_ptr + angle, mask=rotates, other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0)
+    if SINK:
+        cell = tl.load(write_index_ptr + m, mask=m < num_rows, other=0)
+    else:
+        cell = m.to(tl.int64)
+    low, high = finish(
+        held, x_ptr, x_stride, m, num_rows, w_ptr, nw, nw + HALF, norm_ptr, eps, sumsq_ptr, num_parts,
+        K, BLOCK_K, SPLIT, True, NORM, SUMSQ,
     )  # fmt: skip
     TYPE: tl.constexpr = q_ptr.dtype.element_ty
     low = low.to(TYPE).to(tl.float32)  # the projection's output is rounded
@@ -102,23 +105,17 @@ def _norm_qkv_kernel(
     if K_NORM:  # noqa: SIM102
         if (head >= Q) & (head < Q + KV):
             low, high = _head_norm(low, high, k_norm_ptr, k_eps, n, HALF, TYPE)
-    if head < Q + KV:
-        low, high = _rotate(low, high, cos_ptr, sin_ptr, m, num_rows, n, HALF, TYPE)
-    inside = (m < num_rows)[None, :] & (n < HALF)[:, None]
+    y = tl.join(low, high)  # 2 x [n, m] -> [n, m, 2]
+    if head < Q + KV:  # both products and their sum are rounded
+        y = _times(y, cos, TYPE) + _times(tl.join(-high, low), sin, TYPE)
     if head < Q:
-        at = (m.to(tl.int64) * (Q * 2 * HALF))[None, :] + (head * (2 * HALF) + n)[:, None]  # [n, m]
-        tl.store(q_ptr + at, low.to(TYPE), mask=inside)
-        tl.store(q_ptr + HALF + at, high.to(TYPE), mask=inside)
+        out_ptr = q_ptr + head * (2 * HALF)
+        at = m.to(tl.int64) * (Q * 2 * HALF)
     else:
-        if SINK:
-            cell = tl.load(write_index_ptr + m, mask=m < num_rows, other=0)
-        else:
-            cell = m.to(tl.int64)
         value = (head - Q) // KV  # 0: a key, 1: a value
-        base = value * kv_stride + (head - Q - value * KV) * head_stride
-        at = (cell * cell_stride)[None, :] + (base + n)[:, None]  # [n, m]
-        tl.store(cells_ptr + at, low.to(TYPE), mask=inside)
-        tl.store(cells_ptr + HALF + at, high.to(TYPE), mask=inside)
+        out_ptr = cells_ptr + (value * kv_stride + (head - Q - value * KV) * head_stride)
+        at = cell * cell_stride
+    tl.store(out_ptr + at[None, :, None] + d, y.to(TYPE), mask=inside)
 
 
 def norm_qkv(

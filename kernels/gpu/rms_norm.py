@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.gemm import normalise, row_rstd
+from slipstream.kernels.gpu.gemm import normalise, row_squares, rstd_of
 from slipstream.kernels.stream import Norm, Stream
 
 _ROWS = 8
@@ -31,7 +31,7 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    rstd = row_rstd(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, eps, K, SUMSQ)
+    rstd = rstd_of(row_squares(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, K, SUMSQ), eps, K)
     for start in range(0, K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (m < num_rows)[:, None] & (k < K)[None, :]
