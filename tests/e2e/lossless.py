@@ -1,10 +1,10 @@
 """Speculation never changes the output, on a real model: tokens, logits and cache for every K, draft and batch size.
 
     python tests/e2e/lossless.py --target DIR [--draft DIR] [--prompts 32] [--tokens 128] [--threads 2]
-        [--samplings greedy "T=0.8 p=0.9" T=1]
+        [--samplings greedy "T=0.8 p=0.9" T=1] [--batch 8] [--device auto]
 
-For each sampling the run without speculation in a batch of 8 is recorded; every other run must repeat it: K = 0 alone,
-and K = 1, 3, 5, 7 with the draft and with the oracle, alone and in a batch of 8. Where the probe finds that this CPU
+For each sampling the run without speculation in a batch is recorded; every other run must repeat it: K = 0 alone,
+and K = 1, 3, 5, 7 with the draft and with the oracle, alone and in a batch. Where the probe finds that this CPU
 keeps a row's bits, logits and cache of committed positions must be equal bit for bit; elsewhere a token may differ
 where the recorded run all but chose it, and what follows in that answer is not compared. Ends with 1 on any difference.
 """
@@ -23,6 +23,7 @@ from rich.table import Table
 from slipstream.configs.schema import Deployment
 from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.chat import ChatTokenizer
+from slipstream.engine.device import DEVICES, resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
@@ -34,6 +35,7 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.sequence import RequestOutput
 from slipstream.engine.sequence import Sequence as Running
 from slipstream.engine.serving.engine_build import probe_model
+from slipstream.engine.trace import on_host
 from slipstream.kernels.sampling import SamplingBatch, filter_logits, gumbel_noise
 from slipstream.tasks.bench_prompts import benchmark_prompts
 
@@ -70,12 +72,14 @@ class WatchedEngine(Engine):
         assert logits is not None
         answer = self.answers[int(output.request_id)]
         answer.tokens += output.new_token_ids
-        answer.logits += logits[: len(output.new_token_ids)].clone()  # [rows, V] -> rows of [V]
+        answer.logits += on_host(logits[: len(output.new_token_ids)])  # [rows, V] -> rows of [V]
         return output
 
     def _release(self, sequence: Running) -> None:
         length = sequence.length - 1  # the last token never goes through the target
-        self.answers[int(sequence.request.request_id)].cache = self.runner.cache.read(sequence.blocks, length)
+        with self.steps.context():
+            cache = on_host(self.runner.cache.read(sequence.blocks, length))
+        self.answers[int(sequence.request.request_id)].cache = cache
         super()._release(sequence)
 
 
@@ -133,12 +137,13 @@ class Findings:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is proved. prompts: token ids. draft: None leaves the oracle alone."""
+    """What is proved. prompts: token ids. draft: None leaves the oracle alone. device: where target and draft lie."""
 
     target: TargetModel
     draft: Eagle3Network | None
     prompts: Sequence[list[int]]
     tokens: int
+    device: str = "cpu"
 
     def params(self, sampling: str) -> list[SamplingParams]:
         """One a prompt, each with a seed of its own."""
@@ -151,6 +156,7 @@ class Subject:
             num_steps=case.num_steps,
             max_running_requests=case.batch,
             max_context_tokens=max(map(len, self.prompts)) + self.tokens,
+            device=self.device,
         )
         engine = WatchedEngine(self.target, config, proposer)
         answers = engine.watch(len(self.prompts))
@@ -282,10 +288,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--batch", type=int, default=BATCH, help="requests at a time, beside each alone")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    target = load_target(args.target, EngineConfig().dtype)
+    device = resolve_device(args.device)
+    target = load_target(args.target, EngineConfig().dtype, device)
     draft = None
     if args.draft:
         draft = load_draft(args.draft, torch.bfloat16, target_embedding=target.embed_tokens.weight).eval()
@@ -295,12 +304,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     probe = probe_model(target, draft)
     say(f"row-invariant: {probe.invariant} ({probe.detail})")
     findings: list[Findings] = []
-    for found in prove(Subject(target, draft, prompts, args.tokens), args.samplings):
+    for found in prove(Subject(target, draft, prompts, args.tokens, device), args.samplings, batch=args.batch):
         findings.append(found)
         say(f"{found.case}: {found.answers_differ} of {found.answers} answers differ, {found.seconds:.0f} s")
     promise = "bit for bit" if probe.invariant else f"by gap, at most {GAP_ULPS} ulps"
     console = Console(width=160) if not sys.stdout.isatty() else Console()
-    console.print(table_of(findings, f"differences from K = 0 in a batch of {BATCH}, {promise}"))
+    console.print(table_of(findings, f"differences from K = 0 in a batch of {args.batch}, {promise}"))
     failures = [sentence for f in findings for sentence in f.failures(probe.invariant)]
     for sentence in failures:
         say(f"FAILED {sentence}")

@@ -14,7 +14,13 @@ from slipstream.engine.serving.trace_file import pack_trace, unpack_trace
 
 
 def options(models, num_steps=2, **changes):
-    values = {"max_context_tokens": 96, "max_running_requests": 2, "block_size_tokens": 8, "prefill_chunk_tokens": 32}
+    values = {
+        "device": "cpu",
+        "max_context_tokens": 96,
+        "max_running_requests": 2,
+        "block_size_tokens": 8,
+        "prefill_chunk_tokens": 32,
+    }
     draft = str(models.draft) if num_steps else None
     return EngineOptions(str(models.target), draft, num_steps, **{**values, **changes})
 
@@ -47,6 +53,9 @@ def test_settings_are_those_in_force(tiny_models):
     assert settings["captured_slots"] == ["slot_1", "slot_2", "slot_4", "slot_3"]
     assert settings["dtype"] == "float32"
     assert settings["max_context_tokens"] == engine.config.max_context_tokens == 96
+    told = ("device", "device_name", "graphs", "rounds_in_flight")
+    assert [settings[key] for key in told] == ["cpu", "CPU", None, 0]
+    assert set(settings["start_seconds"]) == {"load", "allocate and probe", "warm up and capture"}
     assert settings["kv_blocks"] == engine.runner.cache.layers[0].shape[0]
     assert settings["target"]["target"] == TargetIdentity.from_dir(tiny_models.target).target
     assert settings["versions"]["torch"] == torch.__version__
@@ -77,6 +86,7 @@ def test_files_that_nobody_reads_play_no_part(tiny_server, tiny_models, tmp_path
 def test_the_warm_up_leaves_no_trace(tiny_models):
     engine, _, _ = build(tiny_models)
     stats = engine_stats(engine)
+    assert stats["captures_after_ready"] == stats["compiles_after_ready"] == 0
     assert stats["steps"] == stats["rounds"] == stats["generated_tokens"] == 0
     assert stats["acceptance"] == []
     assert stats["free_blocks"] == stats["total_blocks"]
