@@ -142,9 +142,8 @@ def test_a_prompt_row_keeps_its_bits_however_the_prompt_is_cut(paged: ModuleType
 
         first = slice(0, 1)
         whole = attend(first, 0, length, 0)
-        torch.testing.assert_close(
-            whole[:, -20:].double(), case.softmax(q[:1], positions[:1], 0.1, window)[:, -20:], atol=1e-2, rtol=1e-2
-        )
+        want = case.softmax(q[:1, -20:], positions[:1, -20:], 0.1, window)
+        torch.testing.assert_close(whole[:, -20:].double(), want, atol=1e-2, rtol=1e-2)
         cuts = sorted({0, length, *(number(draw, 1, length) for _ in range(4))})
         pieces = [attend(first, a, b, number(draw, 0, 60)) for a, b in pairwise(cuts)]
         assert torch.equal(torch.cat(pieces, dim=1), whole), (seed, cuts)
