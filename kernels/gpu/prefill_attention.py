@@ -109,7 +109,7 @@ def _prefill(
         s = tl.where(seen, s, float("-inf"))
         top = tl.maximum(m, tl.max(s, 1) * scale)
         safe = tl.where(top == float("-inf"), 0.0, top)
-        p = tl.exp2(s * scale - safe[:, None])
+        p = tl.exp2(tl.fma(s, tl.full([M, T], 1.0, tl.float32) * scale, tl.broadcast_to(-safe[:, None], [M, T])))
         old = tl.exp2(m - safe)
         l = l * old + tl.sum(p, 1)  # noqa: E741
         acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision="ieee")
