@@ -41,8 +41,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: in
 
 
 def _launch_now(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs on
-    # what stands around them, so that the same line gave other bits in a loop than outside of it.
+    # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs
+    # on what stands around them, so that the same line gave other bits in a loop than outside of it.
     kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"], enable_fp_fusion=False)
 
 
