@@ -3,6 +3,7 @@
 SLIPSTREAM_TEST_TARGET (a Hugging Face directory) and SLIPSTREAM_TEST_DRAFT (an EAGLE-3 directory) add a real model.
 """
 
+import copy
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
+from slipstream.engine.inject import inject
+from slipstream.engine.injection import parse_injections
 from slipstream.engine.loader import load_target
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.sampling_params import SamplingParams
@@ -97,6 +100,34 @@ def test_slots_draft_logits_and_counts_equal_those_without_graphs(target, draft,
             assert torch.equal(mine.draft_tokens, theirs.draft_tokens)
             assert torch.equal(mine.draft_logits, theirs.draft_logits)
             assert (mine.start, mine.num_valid, mine.accepted) == (theirs.start, theirs.num_valid, theirs.accepted)
+
+
+@pytest.mark.parametrize("fault", ["F6:slot=2", "F6:slot=2,kind=frozen", "F5:slot=2,kind=normed", "F19:kind=draft-kv"])
+def test_faults_put_in_before_the_capture_are_replayed(target, draft, prompts, fault):
+    """Tokens stay right; what the fault bends differs from the eager engine's, or for the draft its logits do."""
+    found = []
+    for faults, graphs in (((), False), ((fault,), True)):
+        sizes = {**SIZES, "max_running_requests": 1, "graphs": graphs}
+        engine = Engine(target, EngineConfig(num_steps=3, **sizes), Eagle3Proposer(draft_copy(draft), 3))
+        forward = target.forward
+        try:
+            inject(engine, parse_injections(faults))
+            found.append(engine.generate([prompts[0]], GREEDY, trace=True)[0])
+        finally:
+            target.forward = forward
+    clean, bent = found
+    assert bent.token_ids == clean.token_ids
+    if fault.startswith("F19"):
+        pairs = [(a.draft_logits, b.draft_logits) for a, b in zip(clean.trace.rounds, bent.trace.rounds, strict=False)]
+        assert not all(torch.equal(a, b) for a, b in pairs)
+    else:
+        assert not torch.equal(bent.trace.states["slot_2"], clean.trace.states["slot_2"])
+        assert torch.equal(bent.trace.states["slot_1"], clean.trace.states["slot_1"])
+
+
+def draft_copy(draft):
+    """Faults wrap a draft's methods; the next engine must not have them."""
+    return copy.deepcopy(draft)
 
 
 def test_the_device_tells_the_time_of_rounds(target, draft, prompts):
