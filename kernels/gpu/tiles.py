@@ -64,7 +64,7 @@ class Tile:
         block_n = max(16, 1 << (half - 1).bit_length())
         if block_n <= self.block_n:
             return replace(self, block_n=block_n)
-        fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 2048 // block_n)))
+        fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 1024 // block_n)))
         if self.block_k or 2 * block_n * num_in * width <= SHARED_BYTES[architecture()] // 2:
             return replace(fewer, block_k=min(self.block_k, 64) if width == 2 else self.block_k)
         return replace(fewer, block_k=64, stages=5)  # too large to be resident
@@ -121,4 +121,8 @@ def tile_for(num_out: int, num_in: int, dtype: torch.dtype, *, paired: bool = Fa
     if num_in > RESIDENT_K or room < ROW_BLOCKS[0]:
         return _STREAMED[arch][int(paired)]
     # Rows lie in shared memory beside the weights.
-    return replace(_RESIDENT, max_block_m=max(b for b in ROW_BLOCKS if b <= min(room, _RESIDENT.max_block_m)))
+    max_block_m = max(b for b in ROW_BLOCKS if b <= min(room, _RESIDENT.max_block_m))
+    # Until the kernel before is done, a program's weights lie in its threads' registers.
+    num_bytes = _RESIDENT.block_n * (2 if paired else 1) * num_in * dtype.itemsize
+    warps = 4 if num_bytes <= 48 * 1024 else 8
+    return replace(_RESIDENT, max_block_m=max_block_m, warps=warps, split=warps)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -66,7 +67,10 @@ def candidates(case: Case) -> list[Tile]:
         tiles = [(16, 4), (16, 8), (16, 2), (32, 4), (32, 8)]
         if case.op == "linear":
             tiles += [(64, 4), (64, 8)]
-        return [Tile(block_n=n, warps=w, split=w) for n, w in tiles]
+        resident = [Tile(block_n=n, warps=w, split=w) for n, w in tiles]
+        if case.op == "linear":
+            resident += [Tile(block_n=n, block_k=64, stages=s, prefetch=512) for n, s in ((32, 8), (64, 6))]
+        return resident
     if case.paired:
         cuts = [(16, 128, 6), (16, 256, 4), (16, 256, 6), (16, 512, 4), (32, 128, 5), (32, 128, 8), (32, 256, 4)]
     else:
@@ -104,13 +108,19 @@ def use(tile: Tile) -> None:
         module.tile_for = lambda *shape, paired=False: tile  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Warmed:
+    """A kernel whose launches only compile it."""
+
+    kernel: Any
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self.kernel.warmup, grid=grid)
+
+
 def compile_one(case: Case, tile: Tile, m: int) -> None:
     """In a process of its own: put the compiled kernel into Triton's cache on disk."""
-
-    def warm(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
-        kernel.warmup(**arguments, grid=grid, **options, launch_pdl=arguments["PDL"])
-
-    launch._run = warm
+    launch._run = lambda kernel, *rest: launch._launch_now(Warmed(kernel), *rest)
     use(tile)
     with torch.no_grad():
         call_of(case, m, "meta", lambda i: torch.empty(case.n, case.k, dtype=torch.bfloat16, device="meta"))(0)
