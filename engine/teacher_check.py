@@ -42,6 +42,7 @@ class TeacherReport:
         return asdict(self)
 
 
+@torch.no_grad()  # where gradients could be recorded, a GPU would not run the engine's own kernels
 def check_teacher(
     target: TargetModel,
     sample: Sequence[ConversationStates],

@@ -46,16 +46,17 @@ def run(context: StageContext) -> dict[str, Any]:
     if kept:
         context.say(f"{kept} conversations of an interrupted run are kept, {len(todo)} remain")
     answers = Answers(make_engine(model_dir, context.config), tokenizer, context.config.data)
+    asked = {d.id for d in dialogues}
+    done = len(asked & finished.keys())
     with unsorted.open("a", encoding="utf-8") as file:
         for record in answers.of(todo):
             if record.id in finished:
                 continue  # a first turn that was written before the kill, its later turn not
             append(file, record)
             finished[record.id] = record
+            done += record.id in asked
             speed = answers.tokens / max(answers.seconds, 1e-9)
-            context.progress(
-                sum(d.id in finished for d in dialogues), len(dialogues), tokens_per_second=round(speed, 1)
-            )
+            context.progress(done, len(dialogues), tokens_per_second=round(speed, 1))
 
     order = {d.id: n for n, d in enumerate(dialogues)}
     records = sorted(finished.values(), key=lambda r: (order[r.id.partition("#")[0]], r.id))
@@ -89,7 +90,9 @@ def make_engine(model_dir: Path, config: "Deployment") -> Engine:
         dtype=config.server.dtype,
         device=device,
     )
-    return Engine(target, sizes)
+    engine = Engine(target, sizes)
+    engine.start()  # what it compiles and captures is not the answers' time
+    return engine
 
 
 def describe(records: Sequence[ConversationRecord]) -> dict[str, Any]:
