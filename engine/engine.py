@@ -13,6 +13,7 @@ from slipstream.engine.compile_count import COMPILES
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.in_flight import Flight, wait_for
+from slipstream.engine.kv_room import room_for
 from slipstream.engine.models import TargetModel
 from slipstream.engine.proposer import Proposer
 from slipstream.engine.round_graph import make_steps
@@ -79,7 +80,8 @@ class Engine:
     def start(self) -> None:
         """Warms up and captures, before the first request; the first step does it where nobody has."""
         if not self.started:
-            self.steps.prepare()
+            with room_for("the buffers of the captured steps"):
+                self.steps.prepare()
             self.started = True
             self.mark_ready()
 

@@ -1,4 +1,7 @@
-"""Allocates the caches of target and draft, or says how much there is room for."""
+"""Room on the card: allocates the caches of target and draft, or says how much fits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -9,6 +12,22 @@ from slipstream.engine.models import TargetModel
 from slipstream.engine.proposer import Proposer
 
 _GIB = 2**30
+
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """While something is put on the card. Raises SlipstreamError that names it where its memory does not suffice."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        raise SlipstreamError(
+            f"the card has no room for {what}: {str(error).splitlines()[0]}",
+            expected=f"enough of its {total / _GIB:.2f} GiB; {free / _GIB:.2f} GiB are free now",
+            do="lower server.max_running_requests or server.max_context_tokens, or free the card (`nvidia-smi` names "
+            "who uses it)",
+        ) from None
 
 
 def allocate_caches(target: TargetModel, config: EngineConfig, proposer: Proposer | None) -> KVCache:

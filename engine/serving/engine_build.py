@@ -24,6 +24,7 @@ from slipstream.engine.files import sha256_file
 from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
 from slipstream.engine.inject import inject
 from slipstream.engine.injection import parse_injections
+from slipstream.engine.kv_room import room_for
 from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.dense import DenseModel
@@ -77,7 +78,8 @@ def build_engine(
     config = options.engine_config(device)
     clock = _StartClock()
     phase("loading the target")
-    target = load_target(options.target, options.dtype, device, parallel)
+    with room_for("the target's weights"):
+        target = load_target(options.target, options.dtype, device, parallel)
     identity = None
     if parallel.rank == 0:  # reading all weights once is enough
         phase("reading the target's fingerprint")
@@ -85,13 +87,14 @@ def build_engine(
     proposer = None
     if options.draft is not None:
         phase("loading the draft")
-        network = load_draft(
-            Path(options.draft),
-            getattr(torch, options.dtype),
-            target_embedding=target.embed_tokens.weight,
-            parallel=parallel,
-            skip=skip,
-        )
+        with room_for("the draft's weights"):
+            network = load_draft(
+                Path(options.draft),
+                getattr(torch, options.dtype),
+                target_embedding=target.embed_tokens.weight,
+                parallel=parallel,
+                skip=skip,
+            )
         if identity is not None:
             check_draft_fits(Path(options.draft), network, target, identity, skip)
         proposer = Eagle3Proposer(network.eval(), options.num_steps)

@@ -76,6 +76,12 @@ class _EngineCollector:
         yield GaugeMetricFamily("slipstream_blocks_free", "Free blocks of the KV cache.", stats["free_blocks"])
         yield GaugeMetricFamily("slipstream_blocks", "Blocks of the KV cache.", stats["total_blocks"])
         yield CounterMetricFamily("slipstream_engine_steps", "Steps of the engine.", stats["steps"])
+        yield CounterMetricFamily(
+            "slipstream_captures_after_ready", "Graphs captured after ready: none.", stats["captures_after_ready"]
+        )
+        yield CounterMetricFamily(
+            "slipstream_compiles_after_ready", "Kernels compiled after ready: none.", stats["compiles_after_ready"]
+        )
         seconds = CounterMetricFamily("slipstream_engine_seconds", "Time spent, by part of a step.", labels=["part"])
         for part, value in stats["seconds"].items():
             seconds.add_metric([part], value)

@@ -13,6 +13,7 @@ from slipstream.engine.device import device_name, resolve_device
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.kv_room import no_room
+from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_build import build_engine
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.kernels.round_ring import RoundRing
@@ -76,6 +77,19 @@ def test_caches_that_do_not_fit_are_told_in_numbers(tiny, tmp_path, monkeypatch)
     assert "13,001 blocks (208,016 tokens: 1000 requests at a full context of 200 tokens)" in error.value.found
     assert "0.10 GiB" in error.value.found
     assert "the 0.06 GiB that are free of the card's 1.00 GiB: room for 131,056 tokens" in error.value.expected
+
+
+def test_a_capture_without_room_is_told(tiny, tmp_path, monkeypatch):
+    engine = Engine(tiny.tiny_target(tmp_path), EngineConfig(max_context_tokens=64, graphs=True))
+
+    def no_more() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nMore words")
+
+    monkeypatch.setattr(engine.steps, "prepare", no_more)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**28, 2**30))
+    with pytest.raises(SlipstreamError, match=r"captured steps: CUDA out of memory. Tried to allocate 20.00 MiB\.\n"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2))
 
 
 def test_blocks_that_were_asked_for_are_named():
