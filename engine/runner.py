@@ -22,8 +22,9 @@ from slipstream.engine.models import TargetModel, TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal, Proposer
 from slipstream.engine.request_table import RequestTable
 from slipstream.engine.sequence import Request
-from slipstream.kernels.round_ops import commit_first, commit_round, draft_rows, store_features, verify_rows
+from slipstream.kernels.round_ops import commit_first, commit_round, draft_rows, verify_rows
 from slipstream.kernels.round_ring import RoundRing
+from slipstream.kernels.row_copies import store_features
 from slipstream.kernels.sampling import sample
 
 # Entries of the ring: more than there can be launches out, as a step launches a chunk and a round.

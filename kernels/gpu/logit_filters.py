@@ -46,10 +46,10 @@ def note_tile(score, inside, tile, row, temperature, tile_max_ptr, histogram_ptr
 
 @triton.jit
 def collect(
-    score, ids, inside, largest, temperature, top_k, top_p, histogram_ptr, mass_ptr, count_ptr, score_ptr, id_ptr,
-    CAPACITY: tl.constexpr,
+    logit, score, ids, inside, largest, temperature, top_k, top_p, histogram_ptr, mass_ptr, count_ptr, candidate_ptr,
+    id_ptr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """score [TILE] fp32. Stores the tile's mass, and its candidates behind those of other tiles, up to CAPACITY."""
+    """logit, score [TILE] fp32. Stores the tile's mass; its candidates go behind other tiles', up to CAPACITY."""
     tl.store(mass_ptr, tl.sum(tl.where(inside, _mass(score, largest), 0)))
     top_bin, width = _bin_of(largest, temperature)
     down = tl.arange(0, NUM_BINS)  # bins from the largest score's downwards
@@ -70,30 +70,31 @@ def collect(
     if number > 0:
         place = tl.atomic_add(count_ptr, number, sem="relaxed") + tl.cumsum(taken.to(tl.int32)) - 1
         stored = taken & (place < CAPACITY)
-        tl.store(score_ptr + place, score, stored)
+        tl.store(candidate_ptr + place, logit, stored)
         tl.store(id_ptr + place, ids, stored)
 
 
 @triton.jit
 def choose_filtered(
-    logits_ptr, vocab, temperature, top_k, top_p, key, largest, total, count, score_ptr, id_ptr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr,
+    logits_ptr, vocab, temperature, top_k, top_p, key, largest, total, count, candidate_ptr, id_ptr,
+    CAPACITY: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The best kept (score, id) of a row, packed. total: mass of the row; count: candidates found."""
     lowest = tl.full((), _NO_KEY + 1, tl.int64)
     kept_count = tl.minimum(count, CAPACITY)
-    _number, mass = _above(lowest, kept_count, score_ptr, temperature, largest, False, CHUNK)
+    _number, mass = _above(lowest, kept_count, candidate_ptr, temperature, largest, SHIFT, CHUNK)
     if top_k > 0:
         suffices = count >= top_k
     else:
         suffices = mass.to(tl.float64) >= top_p * total.to(tl.float64)
     if suffices & (count <= CAPACITY):
         best = _search(
-            count, vocab, mass, total, score_ptr, id_ptr, temperature, top_k, top_p, key, largest, False, CHUNK
-        )
+            count, vocab, mass, total, candidate_ptr, id_ptr, temperature, top_k, top_p, key, largest,
+            False, SHIFT, CHUNK,
+        )  # fmt: skip
     else:
         best = _search(
-            vocab, vocab, total, total, logits_ptr, id_ptr, temperature, top_k, top_p, key, largest, True, CHUNK
+            vocab, vocab, total, total, logits_ptr, id_ptr, temperature, top_k, top_p, key, largest, True, SHIFT, CHUNK
         )
     return best
 
@@ -101,35 +102,34 @@ def choose_filtered(
 @triton.jit
 def _search(
     count, vocab, mass, total, source_ptr, id_ptr, temperature, top_k, top_p, key, largest,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr,
+    WHOLE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`choose_filtered` over `count` tokens that weigh `mass`. WHOLE: they are the row's logits, else candidates."""
-    cut = _lowest_key(count, source_ptr, temperature, WHOLE, CHUNK)
-    end = ordered(largest).to(tl.int64) + 1
+    cut, highest = _key_range(count, source_ptr, temperature, SHIFT, CHUNK)
+    end = highest + 1
     number, above_number, above = count.to(tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     nothing = tl.full((), 0.0, tl.float64)
     if top_k > 0:
         cut, number, mass, above_number, above = _bisect(
-            cut, end, number, mass, top_k, nothing, count, source_ptr, temperature, largest, WHOLE, CHUNK
+            cut, end, number, mass, top_k, nothing, count, source_ptr, temperature, largest, SHIFT, CHUNK
         )
         total = mass
     last_id = vocab - 1  # of the tokens that tie at the cut, ids up to this are kept
     if top_p < 1:
         wanted = top_p * total.to(tl.float64)
         cut, number, mass, above_number, above = _bisect(
-            cut, end, number, mass, 0, wanted, count, source_ptr, temperature, largest, WHOLE, CHUNK
+            cut, end, number, mass, 0, wanted, count, source_ptr, temperature, largest, SHIFT, CHUNK
         )
         ties = number - above_number
         weight = (mass - above) // tl.maximum(ties, 1)
         kept_ties = tl.ceil((wanted - above.to(tl.float64)) / tl.maximum(weight, 1).to(tl.float64)).to(tl.int64)
         if kept_ties < ties:
-            last_id = _id_of_tie(kept_ties, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE, CHUNK)
+            last_id = _id_of_tie(kept_ties, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE, SHIFT, CHUNK)
     best = tl.full((CHUNK,), -(2**63), tl.int64)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        at, inside, score = _tokens(start, count, source_ptr, temperature, WHOLE, CHUNK)
+        at, inside, score_key, score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
         ids = _ids(at, inside, id_ptr, WHOLE)
-        score_key = ordered(score)
         kept = inside & ((score_key > cut) | ((score_key == cut) & (ids <= last_id)))
         if tl.max(kept.to(tl.int32)) > 0:
             best = tl.maximum(best, tl.where(kept, pack(score + gumbel(key, ids), ids), -(2**63)))
@@ -140,7 +140,7 @@ def _search(
 @triton.jit
 def _bisect(
     low, high, number, mass, wanted_number, wanted_mass, count, source_ptr, temperature, largest,
-    WHOLE: tl.constexpr, CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The largest key that as many tokens, and as much mass, as wanted lie at or above.
 
@@ -154,7 +154,7 @@ def _bisect(
     above_number, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     while high - low > 1:
         middle = (low + high) >> 1
-        n, m = _above(middle, count, source_ptr, temperature, largest, WHOLE, CHUNK)
+        n, m = _above(middle, count, source_ptr, temperature, largest, SHIFT, CHUNK)
         if (n >= wanted_number) & (m.to(tl.float64) >= wanted_mass):
             low, number, mass = middle, n, m
         else:
@@ -163,13 +163,13 @@ def _bisect(
 
 
 @triton.jit
-def _above(bound, count, source_ptr, temperature, largest, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
+def _above(bound, count, source_ptr, temperature, largest, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
     """Number and mass (int64 each) of the tokens whose key is `bound` or more."""
     number, mass = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int64)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        _at, inside, score = _tokens(start, count, source_ptr, temperature, WHOLE, CHUNK)
-        is_above = inside & (ordered(score) >= bound)
+        _at, inside, score_key, score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
+        is_above = inside & (score_key >= bound)
         number += is_above.to(tl.int32)
         mass += tl.where(is_above, _mass(score, largest), 0)
         start += CHUNK
@@ -177,18 +177,31 @@ def _above(bound, count, source_ptr, temperature, largest, WHOLE: tl.constexpr, 
 
 
 @triton.jit
-def _lowest_key(count, source_ptr, temperature, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    lowest = tl.full((CHUNK,), 2**31 - 1, tl.int32)
+def _key_range(count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+    """Lowest and highest key, int64."""
+    lowest, highest = tl.full((CHUNK,), 2**31 - 1, tl.int32), tl.full((CHUNK,), _NO_KEY, tl.int32)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        _at, inside, score = _tokens(start, count, source_ptr, temperature, WHOLE, CHUNK)
-        lowest = tl.where(inside, tl.minimum(lowest, ordered(score)), lowest)
+        _at, inside, score_key, _score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
+        lowest = tl.where(inside, tl.minimum(lowest, score_key), lowest)
+        highest = tl.where(inside, tl.maximum(highest, score_key), highest)
         start += CHUNK
-    return tl.min(lowest).to(tl.int64)
+    return tl.min(lowest).to(tl.int64), tl.max(highest).to(tl.int64)
 
 
 @triton.jit
-def _id_of_tie(wanted, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
+def _id_of_tie(
+    wanted,
+    vocab,
+    cut,
+    count,
+    source_ptr,
+    id_ptr,
+    temperature,
+    WHOLE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """The id up to which `wanted` tokens lie exactly at the cut."""
     low, high = tl.full((), -1, tl.int32), vocab - 1
     while high - low > 1:
@@ -196,9 +209,9 @@ def _id_of_tie(wanted, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE
         number = tl.zeros((CHUNK,), tl.int32)
         start = tl.full((), 0, tl.int32)
         while start < count:
-            at, inside, score = _tokens(start, count, source_ptr, temperature, WHOLE, CHUNK)
+            at, inside, score_key, _score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
             ids = _ids(at, inside, id_ptr, WHOLE)
-            number += (inside & (ordered(score) == cut) & (ids <= middle)).to(tl.int32)
+            number += (inside & (score_key == cut) & (ids <= middle)).to(tl.int32)
             start += CHUNK
         if tl.sum(number) >= wanted:
             high = middle
@@ -208,14 +221,21 @@ def _id_of_tie(wanted, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE
 
 
 @triton.jit
-def _tokens(start, count, source_ptr, temperature, WHOLE: tl.constexpr, CHUNK: tl.constexpr):
-    """Places, whether there is one, and scores (logits / T) of the next CHUNK tokens."""
+def _tokens(start, count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+    """Of the next CHUNK tokens: place, whether there is one, key, score (logit / T). Keys are in the order of scores.
+
+    SHIFT: low bits of a logit's fp32 form that its own dtype does not have; without them a search takes a third of the
+    steps. 0 for fp32, where other logits may give an equal score: there the key is the score's.
+    """
     at = start + tl.arange(0, CHUNK)
     inside = at < count
-    score = tl.load(source_ptr + at, inside, other=0.0).to(tl.float32)
-    if WHOLE:
-        score = tl.div_rn(score, temperature)
-    return at, inside, score
+    logit = tl.load(source_ptr + at, inside, other=0.0).to(tl.float32)
+    score = tl.div_rn(logit, temperature)
+    if SHIFT > 0:
+        score_key = ordered(logit) >> SHIFT
+    else:
+        score_key = ordered(score)
+    return at, inside, score_key, score
 
 
 @triton.jit

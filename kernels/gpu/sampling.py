@@ -20,6 +20,7 @@ from slipstream.kernels.sampling_batch import SamplingBatch
 _TILE = 2048  # token ids a program
 _CHUNK = 2048  # candidates looked at together
 _MAX_CANDIDATES = 8192  # of a row; more of them, and the last stage reads the whole row again and again
+_UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a logit as fp32
 _HISTOGRAM_ROWS = 1024  # most rows of a call that share the standing histogram
 
 
@@ -38,7 +39,7 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tenso
         "tile_max_ptr": logits.new_empty((rows, tiles), dtype=torch.float32),
         "tile_mass_ptr": out.new_empty((rows, tiles)),
         "count_ptr": out.new_empty(rows, dtype=torch.int32),
-        "score_ptr": logits.new_empty((rows, capacity), dtype=torch.float32),
+        "candidate_ptr": logits.new_empty((rows, capacity), dtype=torch.float32),
         "id_ptr": out.new_empty((rows, capacity), dtype=torch.int32),
         "CAPACITY": capacity,
     }
@@ -64,7 +65,7 @@ def propose_tokens(
 
 
 _FILTER_ARGUMENTS = (
-    "top_k_ptr", "top_p_ptr", "histogram_ptr", "tile_max_ptr", "tile_mass_ptr", "count_ptr", "score_ptr", "id_ptr",
+    "top_k_ptr", "top_p_ptr", "histogram_ptr", "tile_max_ptr", "tile_mass_ptr", "count_ptr", "candidate_ptr", "id_ptr",
 )  # fmt: skip
 
 
@@ -152,6 +153,7 @@ def _run(
         TILES=triton.next_power_of_2(tiles),
         CHUNK=_CHUNK,
         CAPACITY=filters["CAPACITY"],
+        SHIFT=_UNUSED_BITS[logits.dtype],
         FILTER=filtered,
     )
 
@@ -239,7 +241,7 @@ def _candidate_kernel(
     tile_max_ptr,
     tile_mass_ptr,
     count_ptr,
-    score_ptr,
+    candidate_ptr,
     id_ptr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
@@ -258,15 +260,15 @@ def _candidate_kernel(
         tiles = tl.num_programs(0)
         column = tile * TILE + tl.arange(0, TILE)
         inside = column < vocab
-        score = tl.load(logits_ptr + row * row_stride + column, inside, other=-float("inf")).to(tl.float32)
-        score = tl.div_rn(score, temperature)
+        logit = tl.load(logits_ptr + row * row_stride + column, inside, other=-float("inf")).to(tl.float32)
+        score = tl.div_rn(logit, temperature)
         every = tl.arange(0, TILES)
         tile_max = tl.load(tile_max_ptr + row * tiles + every, every < tiles, other=-float("inf"))
         largest = tl.max(tile_max)
         collect(
-            score, column, inside, largest, temperature, top_k, top_p, histogram_ptr + row * NUM_BINS,
-            tile_mass_ptr + row * tiles + tile, count_ptr + row, score_ptr + row * CAPACITY, id_ptr + row * CAPACITY,
-            CAPACITY,
+            logit, score, column, inside, largest, temperature, top_k, top_p, histogram_ptr + row * NUM_BINS,
+            tile_mass_ptr + row * tiles + tile, count_ptr + row, candidate_ptr + row * CAPACITY,
+            id_ptr + row * CAPACITY, CAPACITY,
         )  # fmt: skip
 
 
@@ -290,7 +292,7 @@ def _pick_kernel(
     tile_max_ptr,
     tile_mass_ptr,
     count_ptr,
-    score_ptr,
+    candidate_ptr,
     id_ptr,
     out_ptr,
     out_stride,
@@ -298,6 +300,7 @@ def _pick_kernel(
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     CAPACITY: tl.constexpr,
+    SHIFT: tl.constexpr,
     FILTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -318,7 +321,8 @@ def _pick_kernel(
             tile_max = tl.load(tile_max_ptr + row * tiles + every, every < tiles, other=-float("inf"))
             best = choose_filtered(
                 logits_ptr + row * row_stride, vocab, temperature, top_k, top_p, key, tl.max(tile_max), tl.sum(masses),
-                tl.load(count_ptr + row), score_ptr + row * CAPACITY, id_ptr + row * CAPACITY, CAPACITY, CHUNK,
+                tl.load(count_ptr + row), candidate_ptr + row * CAPACITY, id_ptr + row * CAPACITY,
+                CAPACITY, SHIFT, CHUNK,
             )  # fmt: skip
             bins = tl.arange(0, NUM_BINS)
             tl.store(histogram_ptr + row * NUM_BINS + bins, tl.zeros((NUM_BINS,), tl.int32))

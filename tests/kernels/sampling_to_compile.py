@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.gpu import round_ops, sampling
+from slipstream.kernels.gpu import round_ops, row_copies, sampling
 from slipstream.kernels.round_ring import RoundRing
 from slipstream.kernels.sampling_batch import SamplingBatch
 
@@ -48,6 +48,6 @@ def rounds() -> None:
         round_ops.commit(table, slots, None, None, None, empty(batch, 1), empty(batch), ring)
     states = [empty(16, 576, dtype=torch.bfloat16) for _ in range(5)]
     slots = empty(4)
-    round_ops.select_last(states[0].view(4, 4, 576), slots)
+    row_copies.select_last(states[0].view(4, 4, 576), slots)
     for n, last in ((1, None), (3, slots), (5, None)):
-        round_ops.store_features(states[:n], empty(65, 4, n * 576, dtype=torch.bfloat16), slots, last)
+        row_copies.store_features(states[:n], empty(65, 4, n * 576, dtype=torch.bfloat16), slots, last)

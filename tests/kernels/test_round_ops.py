@@ -12,11 +12,10 @@ from slipstream.kernels.round_ops import (
     commit_first,
     commit_round,
     draft_rows,
-    select_last,
-    store_features,
     verify_rows,
 )
 from slipstream.kernels.round_ring import RoundRing
+from slipstream.kernels.row_copies import select_last, store_features
 
 NUM_SLOTS, MAX_TOKENS, VOCAB = 4, 12, 3  # few tokens, so that drafts often match
 

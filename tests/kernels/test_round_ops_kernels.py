@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels import round_ops
+from slipstream.kernels import round_ops, row_copies
 from slipstream.kernels.gpu import round_ops as gpu
+from slipstream.kernels.gpu import row_copies as gpu_copies
 from slipstream.kernels.round_ring import RoundRing
 
 LAUNCHES = Path(__file__).with_name("sampling_to_compile.py")
@@ -113,14 +114,16 @@ def test_copies_are_the_twins(hidden: int, dtype: torch.dtype, kernel_device: st
     states = [torch.randn(6, hidden, generator=generator).to(dtype) for _ in range(5)]
     slots, last = torch.tensor([4, 1]), torch.tensor([2, 0])
     three = states[0].view(2, 3, hidden)
-    got = gpu.select_last(three.to(kernel_device), last.to(kernel_device))
-    assert torch.equal(got.cpu(), round_ops.select_last(three, last))
+    got = gpu_copies.select_last(three.to(kernel_device), last.to(kernel_device))
+    assert torch.equal(got.cpu(), row_copies.select_last(three, last))
     for n, row in ((1, None), (3, None), (5, None), (3, last)):
         features = torch.zeros(6, 4, n * hidden, dtype=dtype)
         there = features.to(kernel_device, copy=True)
-        round_ops.store_features(states[:n], features, slots, row)
+        row_copies.store_features(states[:n], features, slots, row)
         on_device = [s.to(kernel_device) for s in states[:n]]
-        gpu.store_features(on_device, there, slots.to(kernel_device), None if row is None else row.to(kernel_device))
+        gpu_copies.store_features(
+            on_device, there, slots.to(kernel_device), None if row is None else row.to(kernel_device)
+        )
         assert torch.equal(there.cpu(), features)
 
 

@@ -12,7 +12,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.kv_cache import KVCache
 from slipstream.engine.proposer import DraftBatch, Proposal
-from slipstream.kernels.round_ops import select_last
+from slipstream.kernels.row_copies import select_last
 from slipstream.kernels.sampling import propose_tokens
 
 
