@@ -64,7 +64,8 @@ def _noise_kernel(seed_ptr, choice_ptr, position_ptr, ids_ptr, out_ptr, count, B
 def kernel_noise(seed: int, choice: int, position: int, ids: torch.Tensor, device: str) -> torch.Tensor:
     row = [torch.tensor([value], device=device) for value in (seed, choice, position)]
     out = torch.empty(len(ids), dtype=torch.float32, device=device)
-    _noise_kernel[(triton.cdiv(len(ids), 1024),)](*row, ids.to(device), out, len(ids), BLOCK=1024)
+    grid = (triton.cdiv(len(ids), 1024),)
+    _noise_kernel[grid](*row, ids.to(device), out, len(ids), BLOCK=1024, enable_fp_fusion=False)  # as launch.py does
     return out.cpu()
 
 
