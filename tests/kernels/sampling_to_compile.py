@@ -18,8 +18,7 @@ def parameters(rows: int, slots: torch.Tensor | None) -> SamplingBatch:
 
 def samplers() -> None:
     for batch, vocab, dtype, has_slots in (
-        (16, 49152, torch.bfloat16, True),
-        (1, 163840, torch.bfloat16, True),
+        (16, 163840, torch.bfloat16, True),
         (1, 3001, torch.float32, False),
     ):
         batch_parameters = parameters(batch, empty(batch) if has_slots else None)

@@ -115,12 +115,14 @@ def test_ties_at_the_cut_are_those_of_the_lowest_ids(
     rows = 10 if capacity > 3 else 5
     flat = torch.zeros(20)
     steps = torch.tensor([1.0, 0, 1, 0, -0.0, 1, -1, -1, 0, 1] * 2)
+    heavy_rest = torch.tensor([0.75] * 30 + [2.0] + [1.0] * 9 + [0.75] * 20)  # top-p is of what top-k leaves
     for logits, params in (
         (flat, Params(1.0, 0, 0.42)),
         (flat, Params(0.7, 3, 0.33)),
         (steps, Params(1.0, 0, 0.75)),
         (steps, Params(1.0, 9, 0.9)),
         (steps, Params(2.0, 9, 1.0)),
+        (heavy_rest, Params(1.0, 10, 0.3)),
     ):
         batch = SamplingBatch.from_params([replace(params, seed=11)])
         many, positions = logits.expand(1, rows, -1).contiguous(), torch.arange(rows)[None]
