@@ -51,7 +51,6 @@ class RequestTable:
             self.features = torch.zeros(rows, num_steps + 1, feature_size, dtype=dtype)
             self.temperature = torch.zeros(rows, dtype=torch.float32)
             self._scalars = torch.zeros(_NUM_SCALARS, rows, dtype=torch.int64)
-            self.offsets = torch.arange(num_steps + 1)  # 0..K, the columns of a round
         # Each a contiguous view, so that one copy fills a column: a request's row of all of them.
         self.lengths, self.limits, self.num_fresh, self.top_k, self.seed, self.choice = self._scalars[:6]
         self.top_p = self._scalars[6].view(torch.float64)
@@ -88,12 +87,6 @@ class RequestTable:
         self.block_table[slot] = block_row
         self.tokens[slot, : len(prompt_ids)] = prompt
 
-    def set_sampling(self, slot: int, params: RowParams | None, choice: int = 0) -> None:
-        """Other sampling parameters for the request at `slot`; None: greedy."""
-        packed = self._to_device(_pack(params, choice))
-        self._scalars[3:, slot] = packed[:-1]
-        self.temperature[slot] = packed[-1:].view(torch.float64)[0]
-
     def sampling(self, slots: torch.Tensor) -> SamplingBatch:
         """The sampling parameters of the requests at `slots` [B] int64, read when a step uses them."""
         return SamplingBatch(self.temperature, self.top_k, self.top_p, self.seed, self.choice, slots=slots)
@@ -102,12 +95,6 @@ class RequestTable:
         """A request moves out; a stale row must not point at blocks that are somebody else's by now."""
         self._scalars[:3, slot] = 0  # length, limit, fresh
         self.block_table[slot] = DUMMY_BLOCK
-
-    def commit(self, slots: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> None:
-        """Appends the first `counts` [B] of `tokens` [B, r] to the requests at `slots` [B]."""
-        columns = self.lengths[slots, None] + self.offsets[: tokens.shape[1]]  # [B, r]
-        self.tokens[slots[:, None], columns] = tokens  # what lies behind the count is overwritten by the next round
-        self.lengths[slots] += counts
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         """[n] int64 on the table's device. From pinned memory, whose allocator keeps it until the copy is done."""

@@ -52,8 +52,7 @@ def test_sampling_by_slot_is_sampling_by_row() -> None:
         SamplingParams(temperature=1.4, top_p=0.6, seed=2),
     ]
     for slot, p in enumerate(params):
-        table.occupy(slot, [1], 5, [1])
-        table.set_sampling(slot, p, choice=slot)
+        table.occupy(slot, [1], 5, [1], p, choice=slot)
     logits = torch.randn(3, 2, 50, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[4, 5], [6, 7], [8, 9]])
     order = [2, 0, 1]
