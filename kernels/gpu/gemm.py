@@ -25,6 +25,7 @@ _MOST_COLUMNS = tl.constexpr(256)  # of one resident load of a warp
 @triton.constexpr_function
 def share_of(num_columns, split):
     """Columns of one warp when the whole row is resident: a multiple of 16."""
+    split = max(1, split)
     return (num_columns + 16 * split - 1) // (16 * split) * 16
 
 
@@ -39,6 +40,12 @@ def chunk_widths(share, most):
 
 
 @triton.constexpr_function
+def is_even(num_columns, split):
+    """Whether the warps' shares are the whole row and no more."""
+    return share_of(num_columns, split) * max(1, split) == num_columns
+
+
+@triton.constexpr_function
 def num_chunks(share, most):
     return len(chunk_widths(share, most))
 
@@ -49,8 +56,9 @@ def chunk_width(share, most, i):
 
 
 @triton.constexpr_function
-def chunk_start(share, most, i):
-    return sum(chunk_widths(share, most)[:i])
+def chunk_start(share, most, i, split):
+    """First column of the chunks number i of all warps."""
+    return max(1, split) * sum(chunk_widths(share, most)[:i])
 
 
 @triton.jit
@@ -200,8 +208,8 @@ def resident_weights(w_ptr, n, K: tl.constexpr, SPLIT: tl.constexpr):
     SHARE: tl.constexpr = share_of(K, SPLIT)
     chunks = ()
     for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
-        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
-        chunks = chunks + (weight_tile(w_ptr, n, k, K, SPLIT * SHARE == K, SPLIT),)  # type: ignore[assignment] # noqa: RUF005
+        k = columns(chunk_start(SHARE, _MOST_COLUMNS, i, SPLIT), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        chunks = chunks + (weight_tile(w_ptr, n, k, K, is_even(K, SPLIT), SPLIT),)  # type: ignore[assignment] # noqa: RUF005
     return chunks
 
 
@@ -211,8 +219,8 @@ def resident_norm(norm_ptr, K: tl.constexpr, SPLIT: tl.constexpr):
     SHARE: tl.constexpr = share_of(K, SPLIT)
     chunks = ()
     for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
-        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
-        chunks = chunks + (norm_constants(norm_ptr, k, K, SPLIT * SHARE == K),)  # type: ignore[assignment] # noqa: RUF005
+        k = columns(chunk_start(SHARE, _MOST_COLUMNS, i, SPLIT), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        chunks = chunks + (norm_constants(norm_ptr, k, K, is_even(K, SPLIT)),)  # type: ignore[assignment] # noqa: RUF005
     return chunks
 
 
@@ -232,8 +240,8 @@ def resident_rows(x_ptr, x_stride, m, num_rows, K: tl.constexpr, SPLIT: tl.const
     SHARE: tl.constexpr = share_of(K, SPLIT)
     chunks = ()
     for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
-        k = columns(SPLIT * chunk_start(SHARE, _MOST_COLUMNS, i), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
-        x = row_tile(x_ptr, x_stride, m, num_rows, k, K, SPLIT * SHARE == K, SPLIT)
+        k = columns(chunk_start(SHARE, _MOST_COLUMNS, i, SPLIT), chunk_width(SHARE, _MOST_COLUMNS, i), SPLIT)
+        x = row_tile(x_ptr, x_stride, m, num_rows, k, K, is_even(K, SPLIT), SPLIT)
         chunks = chunks + (x,)  # type: ignore[assignment] # noqa: RUF005
     return chunks
 
@@ -295,6 +303,63 @@ def start(
 
 
 @triton.jit
+def row_by_row(
+    held,
+    x_ptr,
+    x_stride,
+    m,
+    num_rows,
+    n0,
+    norm_ptr,
+    eps,
+    K: tl.constexpr,
+    PAIRED: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """`finish` without the matrix unit, one row of x after the other: short for one row, long for many."""
+    acc0 = zeros(n0, m, 1)
+    acc1 = acc0
+    first = tl.program_id(0) * m.shape[0]  # row of this program
+    NUM: tl.constexpr = num_chunks(share_of(K, 1), _MOST_COLUMNS)
+    for r in tl.static_range(m.shape[0]):
+        row_ptr = x_ptr + (first + r).to(tl.int64) * x_stride
+        x = resident_row(row_ptr, first + r < num_rows, K)
+        if NORM:
+            k = tl.arange(0, chunk_width(2 * K - 1, 2 * K, 0))  # the power of two that holds K
+            whole = tl.load(row_ptr + k, mask=(first + r < num_rows) & (k < K), other=0.0).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(whole * whole, 0) / K + eps)
+        sum0 = tl.zeros(n0.shape, tl.float32)
+        sum1 = sum0
+        for i in tl.static_range(NUM):
+            xi = x[i]
+            if NORM:
+                xi = normalise(xi, rstd, held[2][i])
+            x32 = xi.to(tl.float32)[None, :]  # [1, k]
+            sum0 += tl.sum(held[0][i].to(tl.float32) * x32, 1)  # [n, k] -> [n]
+            if PAIRED:
+                sum1 += tl.sum(held[1][i].to(tl.float32) * x32, 1)
+        here = (m == first + r)[None, :]
+        acc0 = tl.where(here, sum0[:, None], acc0)
+        if PAIRED:
+            acc1 = tl.where(here, sum1[:, None], acc1)
+    if not PAIRED:
+        acc1 = acc0
+    return acc0, acc1
+
+
+@triton.jit
+def resident_row(row_ptr, exists, K: tl.constexpr):
+    """One row, cut as `resident_weights` for SPLIT = 1."""
+    SHARE: tl.constexpr = share_of(K, 1)
+    chunks = ()
+    for i in tl.static_range(num_chunks(SHARE, _MOST_COLUMNS)):
+        k = columns(chunk_start(SHARE, _MOST_COLUMNS, i, 1), chunk_width(SHARE, _MOST_COLUMNS, i), 1)
+        x = tl.load(row_ptr + k, mask=exists & (k < K), other=0.0)
+        chunks = chunks + (x,)  # type: ignore[assignment] # noqa: RUF005
+    return chunks
+
+
+@triton.jit
 def finish(
     held,
     x_ptr,
@@ -318,7 +383,9 @@ def finish(
     """acc[n0, m] and, when PAIRED, acc[n1, m] (else the first again)."""
     acc0 = zeros(n0, m, SPLIT)
     acc1 = acc0
-    if BLOCK_K == 0:
+    if SPLIT == 0:
+        acc0, acc1 = row_by_row(held, x_ptr, x_stride, m, num_rows, n0, norm_ptr, eps, K, PAIRED, NORM)
+    elif BLOCK_K == 0:
         SHARE: tl.constexpr = share_of(K, SPLIT)
         rows = resident_rows(x_ptr, x_stride, m, num_rows, K, SPLIT)
         if NORM:

@@ -43,7 +43,7 @@ def launch_product(
     if not num_rows:
         return
     block_m = tile.block_m(num_rows)
-    if norm is not None and block_m >= tile.norm_apart_from:
+    if norm is not None and block_m >= tile.norm_apart_from and tile.split:
         stream, norm = Stream(rms_norm(stream, norm, tile.warps)), None
         rows = stream.rows
     tile = tile.fitted(block_m, weight.element_size(), paired)

@@ -30,6 +30,7 @@ class Tile:
         warps: of a program.
         split: warps that each take a share of every step's columns: all of them, or (fp32) 1: none do. More than one
             also keeps Triton from `wgmma`, which it takes from some number of rows on, and which may sum otherwise.
+            0: no matrix unit, rows one after the other (resident weights and narrow outputs only).
         stages: Triton's; one fewer steps of weights lie in shared memory.
         prefetch: columns whose bytes are asked into the L2 cache before the kernel waits for its predecessor.
         max_block_m: most rows of a program; more rows take more programs.
@@ -47,6 +48,8 @@ class Tile:
 
     def block_m(self, num_rows: int) -> int:
         """Rows of a program when `num_rows` travel together."""
+        if not self.split:
+            return next((b for b in (1, 2, 4) if b >= num_rows), min(8, self.max_block_m))
         return min(next((b for b in ROW_BLOCKS if b >= num_rows), ROW_BLOCKS[-1]), self.max_block_m)
 
     def fitted(self, block_m: int, width: int, paired: bool) -> "Tile":
@@ -62,7 +65,7 @@ class Tile:
     def whole_head(self, half: int, num_in: int, width: int) -> "Tile":
         """This tile, of programs that each hold both halves, `half` rows each, of a head: its norm needs them all."""
         block_n = max(16, 1 << (half - 1).bit_length())
-        if block_n <= self.block_n:
+        if block_n <= self.block_n or not self.split:
             return replace(self, block_n=block_n)
         fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 1024 // block_n)))
         if self.block_k or 2 * block_n * num_in * width <= SHARED_BYTES[architecture()] // 2:

@@ -68,6 +68,7 @@ def candidates(case: Case) -> list[Tile]:
         if case.op == "linear":
             tiles += [(64, 4), (64, 8)]
         resident = [Tile(block_n=n, warps=w, split=w) for n, w in tiles]
+        resident += [Tile(block_n=n, split=0) for n in (4, 8)]
         if case.op == "linear":
             resident += [Tile(block_n=n, block_k=64, stages=s, prefetch=512) for n, s in ((32, 8), (64, 6))]
         return resident
@@ -137,7 +138,7 @@ def compile_all(jobs: list[tuple[Case, Tile, int]], workers: int) -> None:
 
 
 def short(tile: Tile) -> str:
-    text = f"n={tile.block_n} warps={tile.warps}"
+    text = f"n={tile.block_n} warps={tile.warps}" if tile.split else f"n={tile.block_n} row by row"
     return text if not tile.block_k else f"{text} k={tile.block_k} stages={tile.stages} prefetch={tile.prefetch}"
 
 

@@ -43,6 +43,7 @@ def test_equals_the_twin(
     [
         Tile(block_n=16, block_k=64, stages=3, norm_apart_from=32),  # k in steps, the warps' shares
         Tile(block_n=16, block_k=32, split=1, stages=2, max_block_m=16),  # no shares; two blocks of rows
+        Tile(block_n=4, split=0),  # no matrix unit
     ],
 )
 def test_wide_rows_in_steps(

@@ -5,6 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from slipstream.kernels.gpu import linear_add as gpu_add
+from slipstream.kernels.gpu import norm_gate_up as gpu_gate_up
+from slipstream.kernels.gpu import norm_qkv as gpu_qkv
+from slipstream.kernels.gpu.tiles import Tile
 from slipstream.kernels.linear_add import linear_add
 from slipstream.kernels.norm_gate_up import norm_gate_up
 from slipstream.kernels.norm_linear import norm_linear
@@ -115,6 +119,15 @@ def test_a_row_keeps_its_bits_whatever_travels_with_it(name: str) -> None:
             for what, found in run(m).items():
                 assert torch.equal(found, together[what][:m]), (name, what, m)
         torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("name", ["smollm2 qkv", "smollm2 gate_up", "smollm2 down"])
+def test_rows_one_after_the_other_keep_their_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiles without the matrix unit."""
+    for module in (gpu_qkv, gpu_gate_up, gpu_add):
+        monkeypatch.setattr(module, "tile_for", lambda *shape, paired=False: Tile(block_n=4, split=0))
+    test_a_row_keeps_its_bits_whatever_travels_with_it(name)
+    test_equals_the_twin(name)
 
 
 @pytest.mark.parametrize("name", CASES)
