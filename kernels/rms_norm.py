@@ -1,4 +1,4 @@
-"""RMSNorm, alone and fused with the residual add before it."""
+"""RMSNorm on its own; the fused ops have it in them."""
 
 import torch
 
@@ -25,21 +25,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
-
-
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + x, then its norm.
-
-    Args:
-        x: [..., hidden] output of the block before.
-        residual: [..., hidden] residual stream.
-        weight: [hidden].
-        eps: as in `rms_norm`.
-
-    Returns:
-        (normed, new residual), both [..., hidden].
-    """
-    residual = residual + x
-    return rms_norm(residual, weight, eps), residual

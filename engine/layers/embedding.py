@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.engine.tensor_parallel import AllReduce, Shard, TensorParallel
+from slipstream.kernels.embed import embed
+from slipstream.kernels.stream import Stream
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -19,18 +21,25 @@ class VocabParallelEmbedding(nn.Module):
         self.reduce = AllReduce(parallel)
 
     def partial(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[...] int64 -> [..., hidden]: the rows of the ids that this rank holds, zero for the others."""
-        if self.cut.size == self.cut.total:
-            return F.embedding(token_ids, self.weight)
-        mine = (token_ids >= self.cut.start) & (token_ids < self.cut.stop)  # [...]
+        """[M] int64 -> [M, hidden]: the rows of the ids that this rank holds, zero for the others."""
+        mine = (token_ids >= self.cut.start) & (token_ids < self.cut.stop)  # [M]
         if not self.cut.size:
             return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
-        rows = F.embedding(torch.where(mine, token_ids - self.cut.start, 0), self.weight)  # [..., h]
+        rows = F.embedding(torch.where(mine, token_ids - self.cut.start, 0), self.weight)  # [M, h]
         return rows.masked_fill(~mine.unsqueeze(-1), 0)
 
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[...] int64 -> [..., hidden]."""
-        return self.reduce(self.partial(token_ids))
+    def lookup(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[M] int64 -> (ids [M], table [.., hidden]) for an op that reads rows: the layer's own where it is whole."""
+        if self.reduce.parallel.size == 1:
+            return token_ids, self.weight
+        rows = self.reduce(self.partial(token_ids))  # [M, h]
+        return torch.arange(len(rows), device=rows.device), rows
+
+    def forward(self, token_ids: torch.Tensor) -> Stream:
+        """[M] int64 -> the stream that a model's first layer reads."""
+        if self.reduce.parallel.size == 1:
+            return embed(token_ids, self.weight)
+        return Stream(self.reduce(self.partial(token_ids)))
 
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name below this layer -> where it goes."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.kernels.rotary import rotary_rows
+
 # Type of scaling -> what it must tell.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -52,9 +54,9 @@ class RotaryEmbedding(nn.Module):
         """positions [...] int64 (-1 for padding rows) -> cos, sin, both [..., head_dim] in `dtype`."""
         if self.table.dtype not in (dtype, torch.float32):
             raise ValueError(f"the table is rounded to {self.table.dtype} already; for {dtype} make the model in it")
-        rows = self.table.index_select(1, positions.clamp(min=0).flatten()).to(dtype)  # [2, P, d] -> [2, M, d]
-        cos, sin = rows.view(2, *positions.shape, -1).unbind()  # [2, M, d] -> 2 x [..., d]
-        return cos, sin
+        cos, sin = rotary_rows(self.table, positions.flatten())  # [M, d] each
+        shape = (*positions.shape, -1)
+        return cos.to(dtype).view(shape), sin.to(dtype).view(shape)
 
 
 def _frequencies(

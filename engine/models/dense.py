@@ -96,7 +96,7 @@ class DenseModel(nn.Module):
             capture: slots to hand out; slot k is the residual stream after k layers.
         """
         rows = kv.rows(positions)
-        stream = Stream(self.embed_tokens(token_ids.flatten()))  # [B, R] -> [M, h]
+        stream = self.embed_tokens(token_ids.flatten())  # [B, R] -> [M, h]
         cos, sin = self.rotary(positions.flatten(), stream.rows.dtype)  # [M, d] each
         states: dict[str, torch.Tensor] = {}
         for k, (layer, cache) in enumerate(zip(self.layers, kv.cache.layers, strict=True)):

@@ -12,6 +12,7 @@ from slipstream.kernels.stream import Norm
 @triton.jit
 def _draft_input_kernel(
     ids_ptr,
+    ids_stride,
     table_ptr,
     g_ptr,
     g_stride,
@@ -36,7 +37,7 @@ def _draft_input_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     g = tl.load(g_ptr + m * g_stride + k, mask=inside, other=0.0)
-    e = tl.load(table_ptr + tl.load(ids_ptr + m).to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
+    e = tl.load(table_ptr + tl.load(ids_ptr + m * ids_stride).to(tl.int64) * WIDTH + k, mask=inside, other=0.0)
     e32, g32 = e.to(tl.float32), g.to(tl.float32)
     e = normalise(e, tl.rsqrt(tl.sum(e32 * e32, 0) / WIDTH + e_eps), e_weight)
     g = normalise(g, tl.rsqrt(tl.sum(g32 * g32, 0) / WIDTH + g_eps), g_weight)
@@ -64,6 +65,7 @@ def draft_input(
             (num_rows,),
             num_warps=4 if width <= 2048 else 8,
             ids_ptr=token_ids,
+            ids_stride=token_ids.stride(0),
             table_ptr=table,
             g_ptr=g,
             g_stride=g.stride(0),

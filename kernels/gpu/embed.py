@@ -12,6 +12,7 @@ from slipstream.kernels.stream import Stream
 @triton.jit
 def _embed_kernel(
     ids_ptr,
+    ids_stride,
     table_ptr,
     out_ptr,
     sumsq_ptr,
@@ -24,7 +25,7 @@ def _embed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids_ptr + m).to(tl.int64) * WIDTH
+    row = tl.load(ids_ptr + m * ids_stride).to(tl.int64) * WIDTH
     squares = tl.zeros((BLOCK,), tl.float32)
     for start in tl.static_range(0, WIDTH, BLOCK):
         k = start + tl.arange(0, BLOCK)
@@ -49,6 +50,7 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
             (num_rows,),
             num_warps=4,
             ids_ptr=token_ids,
+            ids_stride=token_ids.stride(0),
             table_ptr=table,
             out_ptr=out,
             sumsq_ptr=sumsq,

@@ -8,6 +8,7 @@ from slipstream.kernels.gpu.linear_add import linear_add
 from slipstream.kernels.gpu.norm_gate_up import norm_gate_up
 from slipstream.kernels.gpu.norm_linear import norm_linear
 from slipstream.kernels.gpu.norm_qkv import norm_qkv
+from slipstream.kernels.gpu.rotary import rotary_rows
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
@@ -45,6 +46,7 @@ def products(row_counts: tuple[int, ...] = (1, 16, 128)) -> None:
     qkv(1, 2560, Heads(8, 4, 256), 0, True)
     norm_linear(Stream(empty(5, 64, dtype=torch.float32)), None, empty(64, 64, dtype=torch.float32))
     embed(empty(1, dtype=torch.int64), empty(128256, 4096))
+    rotary_rows(empty(2, 8192, 96), empty(4, dtype=torch.int64))
     draft_input(empty(1, dtype=torch.int64), empty(49152, 576), empty(1, 576), norm_of(576), norm_of(576), True)
 
 

@@ -15,7 +15,8 @@ def make(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, 
     generator = torch.Generator().manual_seed(0)
     table, g = (3 * torch.randn(n, 40, generator=generator).to(dtype) for n in (30, 4))
     norms = [Norm((1 + 0.1 * torch.randn(40, generator=generator)).to(dtype), eps) for eps in (1e-5, 1e-2)]
-    return torch.tensor([3, 29, 0, 3]), table, g, norms[0], norms[1]
+    ids = torch.tensor([[3, 7], [29, 8], [0, 9], [3, 7]])[:, 0]  # a column, as the drafts of one step are
+    return ids, table, g, norms[0], norms[1]
 
 
 @pytest.mark.parametrize("norm_before_residual", [False, True])

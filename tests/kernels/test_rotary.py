@@ -1,4 +1,4 @@
-"""Rotary embedding against transformers' Llama and against plain complex numbers."""
+"""Rotary embedding against transformers' Llama and against plain complex numbers; its rows against the table."""
 
 import cmath
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from slipstream.kernels.rotary import apply_rotary
+from slipstream.kernels.gpu import rotary as gpu
+from slipstream.kernels.rotary import apply_rotary, rotary_rows
 
 
 def angles(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -36,3 +37,22 @@ def test_rotary_turns_pairs_of_the_two_halves() -> None:
             turned = complex(x[row, 0, i], x[row, 0, i + 3]) * cmath.exp(1j * float(angle[row, i]))
             assert complex(got[row, 0, i], got[row, 0, i + 3]) == pytest.approx(turned)
     assert torch.equal(got[0], x[0])  # position 0 is not turned
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_rows_are_those_of_the_table(dtype: torch.dtype, head_dim: int, kernel_device: str) -> None:
+    table = torch.randn(2, 9, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    positions = torch.tensor([3, 0, 8, -1, 3])
+    wanted = table[:, [3, 0, 8, 0, 3]]
+    for found in (rotary_rows(table, positions), gpu.rotary_rows(table.to(kernel_device), positions.to(kernel_device))):
+        assert torch.equal(torch.stack(found).cpu(), wanted)
+
+
+def test_a_position_beyond_the_table_shows(kernel_device: str) -> None:
+    table, positions = torch.ones(2, 4, 64), torch.tensor([3, 4])
+    with pytest.raises((IndexError, RuntimeError)):
+        rotary_rows(table, positions)
+    for found in gpu.rotary_rows(table.to(kernel_device), positions.to(kernel_device)):
+        assert found[0].eq(1).all()
+        assert found[1].isnan().all()

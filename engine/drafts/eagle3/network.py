@@ -26,6 +26,7 @@ from slipstream.engine.layers import (
     VocabParallelEmbedding,
 )
 from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
+from slipstream.kernels.draft_input import draft_input
 from slipstream.kernels.stream import Stream
 
 
@@ -43,13 +44,18 @@ class Eagle3Layer(nn.Module):
         self.mlp = GatedMLP(hidden, c.intermediate_size, parallel, dtype=dtype)
 
     def forward(
-        self, embedding: torch.Tensor, g: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        table: torch.Tensor,
+        g: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
     ) -> Stream:
-        """embedding, g [M, h]; cos, sin [M, d] of the rows' positions -> the pre-norm states s of M rows."""
-        normed = self.hidden_norm(g)
-        residual = Stream(normed if self.norm_before_residual else g)
-        x = Stream(torch.cat((self.input_layernorm(embedding), normed), dim=-1))  # 2 x [M, h] -> [M, 2h]
-        stream = self.self_attn(x, None, cos, sin, attend, residual)
+        """token_ids [M] into table [.., h]; g [M, h]; cos, sin [M, d] -> the pre-norm states s of M rows."""
+        norms = self.input_layernorm.constants, self.hidden_norm.constants
+        x, residual = draft_input(token_ids, table, g, *norms, self.norm_before_residual)  # [M, 2h], [M, h]
+        stream = self.self_attn(Stream(x), None, cos, sin, attend, Stream(residual))
         return self.mlp(stream, self.post_attention_layernorm.constants)
 
 
@@ -137,8 +143,8 @@ class Eagle3Network(nn.Module):
         cos, sin = (
             table.reshape(-1, table.shape[-1]) for table in self.rotary(positions, g.dtype)
         )  # [..., d] -> [M, d]
-        embedding = self.embed_tokens(token_ids.flatten())  # [...] -> [M, h]
-        stream = self.midlayer(embedding, g.reshape(-1, g.shape[-1]), cos, sin, _InShape(attend, shape))
+        ids, table = self.embed_tokens.lookup(token_ids.flatten())  # [...] -> [M]
+        stream = self.midlayer(ids, table, g.reshape(-1, g.shape[-1]), cos, sin, _InShape(attend, shape))
         return stream.rows.view(*shape, -1)  # [M, h] -> [..., h]
 
     def feedback(self, state: torch.Tensor) -> torch.Tensor:
