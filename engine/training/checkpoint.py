@@ -1,4 +1,9 @@
-"""The training checkpoint: one file, replaced atomically, from which a run goes on exactly."""
+"""The training checkpoint: one file, replaced atomically, from which a run goes on exactly.
+
+It holds fp32 masters and AdamW's fp32 moments, whatever dtype the network computes in; what is not trained (embedding,
+vocabulary map) in the network's own dtype; step, seconds, settings, the CPU's random state (training draws no numbers
+on a GPU). Tensors of a GPU are read back to the CPU, and from there to wherever the run goes on.
+"""
 
 import dataclasses
 import os

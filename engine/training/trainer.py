@@ -62,6 +62,10 @@ class Trainer:
         data_fingerprint: identifies the conversations; a checkpoint made from others is refused.
         progress: called after every step.
 
+    Settings, seed and number of steps give the same bits again on the same machine and software, also over a kill; on a
+    GPU as far as its matrix library does (the rest sums in a fixed order, or adds zeros only). Another device rounds
+    otherwise, and a run that its seconds end depends on the clock.
+
     Raises SlipstreamError when no slot is supervised (F10), when the features do not fit the draft, or when the
     checkpoint in `out` belongs to another run.
     """

@@ -49,8 +49,8 @@ def make_deployment(model_dir: Path, **changes: dict[str, Any]) -> Deployment:
         "target": {"source": str(model_dir), "dtype": "float32"},
         "capture": {"slots": SLOTS},
         "draft": {"draft_vocab_size": 120, "intermediate_size": 48},
-        "training": {"num_steps": 3, "epochs": 2, "batch_tokens": 128, "dtype": "float32"},
-        "server": {"max_context_tokens": 128, "prefill_chunk_tokens": 16, "dtype": "float32"},
+        "training": {"num_steps": 3, "epochs": 2, "batch_tokens": 128, "dtype": "float32", "device": "cpu"},
+        "server": {"max_context_tokens": 128, "prefill_chunk_tokens": 16, "dtype": "float32", "device": "cpu"},
     }
     for section, values in changes.items():
         sections[section] = {**sections.get(section, {}), **values}

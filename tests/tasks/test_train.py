@@ -9,6 +9,7 @@ import torch
 from slipstream.engine.acceptance import AcceptanceCounts, ConversationRuns, run_lengths_to_tau
 from slipstream.engine.drafts.eagle3.vocab import count_tokens, select_draft_vocab
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.engine.training.checkpoint import load_checkpoint, load_network
 from slipstream.engine.training.trainer import Trainer
 from slipstream.tasks import extract, train
@@ -150,3 +151,27 @@ def test_without_held_out_conversations_there_is_no_prediction(pipeline, chats, 
     run_stage(extract.STAGE, made.deployment, tmp_path / "other")
     with pytest.raises(SlipstreamError, match="no conversation of the holdout split"):
         run_stage(train.STAGE, made.deployment, tmp_path / "other")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_extract_and_train_on_a_gpu(pipeline, chats, tiny, tmp_path):
+    """States and held-out run lengths are the CPU's, but where fp32 in another order decides."""
+    results = {}
+    for device in ("cpu", "cuda"):
+        chosen = {"server": {"device": device}, "training": {"device": device}}
+        made = pipeline.make_pipeline(tmp_path / device, chats, tiny, **chosen)
+        stored = run_stage(extract.STAGE, made.deployment, made.workdir)
+        result = run_stage(train.STAGE, made.deployment, made.workdir)
+        assert result.figures["teacher"]["relative_error"] < 1e-3
+        results[device] = (HiddenStateStore(stored.dir / "store"), evaluation_of(result), result.figures)
+    (cpu, on_cpu, cpu_figures), (gpu, on_gpu, gpu_figures) = results["cpu"], results["cuda"]
+    for mine, other in zip(gpu, cpu, strict=True):
+        assert (mine.conversation_id, mine.teacher_start) == (other.conversation_id, other.teacher_start)
+        torch.testing.assert_close(mine.teacher, other.teacher, rtol=1e-3, atol=1e-3)
+        for name, state in other.slots.items():
+            torch.testing.assert_close(mine.slots[name], state, rtol=1e-3, atol=1e-3)
+    assert gpu_figures["steps"] == cpu_figures["steps"]
+    assert gpu_figures["loss"] == pytest.approx(cpu_figures["loss"], rel=0.02)
+    lengths = [[length for a in e["answers"] for length in a["run_lengths"]] for e in (on_cpu, on_gpu)]
+    assert sum(a != b for a, b in zip(*lengths, strict=True)) <= 0.1 * len(lengths[0])

@@ -134,7 +134,7 @@ def test_evaluation_is_the_cpus(draft_tools):
     """Run lengths of fp32: equal, but where two logits are nearly equal."""
     found = []
     for device in (DEVICE, torch.device("cpu")):
-        network = draft_tools.make_network().to(device)
+        network = draft_tools.make_network(head_dim=16, intermediate_size=32).to(device)
         teacher = teacher_on(device, draft_tools, network)
         source = ConversationList(draft_tools.make_conversations())
         found.append(Evaluator(source, teacher, 4).run(network))
