@@ -39,7 +39,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     if on_gpu(rows):
         from slipstream.kernels.gpu import norm_linear as gpu
 
-        return gpu.norm_linear(Stream(rows), None, weight).view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
+        out = gpu.norm_linear(Stream(rows), None, weight)
+        return out.view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
     num_rows = rows.shape[0]
     if num_rows < _MIN_ROWS:
         return _few_rows(rows, weight).reshape(*x.shape[:-1], -1)  # [M, out] -> [..., out]
