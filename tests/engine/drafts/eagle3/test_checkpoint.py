@@ -258,6 +258,20 @@ def test_a_copy_of_the_targets_embedding_is_shared_and_another_one_kept(tmp_path
     assert torch.equal(kept, ours.embed_tokens.weight)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_draft_is_loaded_to_the_device_of_the_targets_embedding(tmp_path):
+    foreign(tmp_path)
+    ours = make_network()
+    embedding = ours.embed_tokens.weight.detach().cuda()
+    theirs = load_draft(tmp_path, slots=(2, 5, 7), target_num_layers=10, target_embedding=embedding)
+    assert theirs.embed_tokens.weight.data_ptr() == embedding.data_ptr()
+    found = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    assert all(tensor.is_cuda for tensor in found.values())
+    expected = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
+
+
 def test_a_truncated_file_is_named(tmp_path):
     save_draft(tmp_path, make_network(), RECORD)
     path = tmp_path / "model.safetensors"
