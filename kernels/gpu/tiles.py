@@ -75,16 +75,21 @@ class Tile:
 
 _RESIDENT = Tile(block_n=16)
 # (N, K) of a weight: its tile. A shape that is not listed takes the class of its K.
+# The figures of tests/benchmarks/kernel_sweep.py on an H200 stand in tests/benchmarks/NOTES.md.
 _LISTED: dict[int, dict[tuple[int, int], Tile]] = {
-    90: {},
+    90: {
+        (3072, 576): Tile(block_n=32),
+        (49152, 576): Tile(block_n=32),
+        (6144, 4096): Tile(block_n=16, block_k=512, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
+    },
     80: {},
     120: {},
 }
 # Weights wider than RESIDENT_K by architecture: single products, paired products.
 _STREAMED = {
     90: (
-        Tile(block_n=32, block_k=256, stages=5, prefetch=512, max_block_m=64, norm_apart_from=32),
-        Tile(block_n=16, block_k=256, stages=5, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=32, block_k=512, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
+        Tile(block_n=32, block_k=256, stages=4, prefetch=512, max_block_m=64, norm_apart_from=32),
     ),
     80: (
         Tile(block_n=32, block_k=128, stages=5, max_block_m=64, norm_apart_from=32),
