@@ -3,11 +3,12 @@
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
 
 
-def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream) -> Stream:
+def linear_add(x: torch.Tensor, weight: torch.Tensor | Int4Weight, stream: Stream) -> Stream:
     """The stream with x W^T added; the product is rounded to the dtype of `weight` before the add.
 
     Args:
@@ -15,7 +16,7 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream) -> Stream:
         weight: [h, K].
         stream: M rows of width h; left as it is.
     """
-    if on_gpu(x) and weight.numel():
+    if isinstance(weight, torch.Tensor) and on_gpu(x) and weight.numel():
         from slipstream.kernels.gpu import linear_add as gpu
 
         return gpu.linear_add(x, weight, stream)

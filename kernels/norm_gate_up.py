@@ -3,12 +3,13 @@
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.silu_mul import silu_mul
 from slipstream.kernels.stream import Norm, Stream
 
 
-def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor) -> torch.Tensor:
+def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     """silu(g) * u with [g; u] = norm(x) W^T; g and u are rounded to the dtype of `weight` first.
 
     Args:
@@ -19,7 +20,7 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor) -> torch.Tens
     Returns:
         [M, I].
     """
-    if on_gpu(stream.rows) and weight.numel():
+    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
         from slipstream.kernels.gpu import norm_gate_up as gpu
 
         return gpu.norm_gate_up(stream, norm, weight)

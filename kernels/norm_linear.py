@@ -3,12 +3,13 @@
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.stream import Norm, Stream
 
 
-def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torch.Tensor:
+def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     """y = norm(x) W^T.
 
     Args:
@@ -19,7 +20,7 @@ def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor) -> torc
     Returns:
         [M, N].
     """
-    if on_gpu(stream.rows) and weight.numel():
+    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
         from slipstream.kernels.gpu import norm_linear as gpu
 
         return gpu.norm_linear(stream, norm, weight)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rotary import apply_rotary
@@ -36,7 +37,7 @@ class KVSink:
 def norm_qkv(
     stream: Stream,
     norm: Norm | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Int4Weight,
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -58,7 +59,7 @@ def norm_qkv(
     Returns:
         (q [M, q, dim], k [M, kv, dim], v [M, kv, dim]); k and v are None where they went to the sink.
     """
-    if on_gpu(stream.rows) and weight.numel():
+    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
         from slipstream.kernels.gpu import norm_qkv as gpu
 
         return gpu.norm_qkv(stream, norm, weight, heads, cos, sin, q_norm, k_norm, sink)
