@@ -206,3 +206,14 @@ def test_packing_is_the_checkpoints(checkpoints: dict[str, Path]) -> None:
     for kind, got in (("weight_packed", packed), ("weight_scale", scale)):
         parts = [tensors[f"model.layers.0.mlp.{part}.{kind}"] for part in ("gate_proj", "up_proj")]
         assert torch.equal(got, torch.cat(parts))
+
+
+def test_a_random_checkpoint_for_timing_loads(load_test_module: Callable[[Path], ModuleType], tmp_path: Path) -> None:
+    made = load_test_module(Path(__file__).parents[1] / "benchmarks" / "int4_checkpoint.py")
+    small = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
+    made.write(tmp_path, 32, {**made.SIZES, **small, "num_attention_heads": 4, "num_key_value_heads": 2})
+    target = load_target(tmp_path, torch.bfloat16)
+    assert target.layers[1].self_attn.qkv_proj.weight.half == 16
+    states, teacher = capture_states(target, [3, 4, 5], (0,), prefill_chunk_tokens=32)
+    assert teacher.isfinite().all()
+    assert 0.05 < teacher.float().std() / states["slot_0"].float().std() < 20
