@@ -1,0 +1,85 @@
+"""Compiles the CUDA sources here with nvcc, once per source and architecture."""
+
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_SOURCE = _HERE / "skinny_gemm.cu"
+_HEADER = _HERE / "primitives.cuh"
+_FLAGS = ("-std=c++17", "-O3", "-cubin")
+EPILOGUES = (0, 1, 2, 3)
+
+_log = logging.getLogger(__name__)
+
+
+def nvcc() -> Path | None:
+    """The compiler: on PATH, in CUDA_HOME or in the usual place."""
+    for found in (
+        shutil.which("nvcc"),
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ):
+        if found and os.access(found, os.X_OK):
+            return Path(found)
+    return None
+
+
+def cache_dir(arch: int) -> Path:
+    """Where cubins of these sources for `arch` (90 for sm_90) lie: named by the hash of all that makes them."""
+    key = hashlib.sha256("\0".join((_SOURCE.read_text(), _HEADER.read_text(), *_FLAGS, str(arch))).encode()).hexdigest()
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "slipstream" / f"skinny_gemm-sm_{arch}-{key[:16]}"
+
+
+@functools.cache
+def available(arch: int) -> bool:
+    """Whether the kernels are compiled or can be; says once why not."""
+    if all((cache_dir(arch) / f"{e}.cubin").exists() for e in EPILOGUES) or nvcc():
+        return True
+    _log.warning("no nvcc on this host (PATH, CUDA_HOME): the CUDA C++ kernels are off, the Triton kernels run instead")
+    return False
+
+
+def cubins(arch: int) -> dict[int, Path]:
+    """The compiled kernels by epilogue; compiles what is missing, epilogues in parallel.
+
+    Raises:
+        RuntimeError: nvcc is missing or fails (its words).
+    """
+    directory = cache_dir(arch)
+    paths = {e: directory / f"{e}.cubin" for e in EPILOGUES}
+    missing = [e for e, path in paths.items() if not path.exists()]
+    if missing:
+        directory.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(len(missing)) as pool:
+            list(pool.map(lambda e: _compile(e, arch, paths[e]), missing))
+    return paths
+
+
+def _compile(epilogue: int, arch: int, target: Path) -> None:
+    compiler = nvcc()
+    if compiler is None:
+        raise RuntimeError("no nvcc on this host: looked on PATH, in CUDA_HOME and in /usr/local/cuda")
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / target.name
+        command = [
+            str(compiler),
+            *_FLAGS,
+            f"-arch=sm_{arch}",
+            f"-I{_HERE}",
+            f"-DSLIPSTREAM_EPILOGUE={epilogue}",
+            "-o",
+            str(made),
+            str(_SOURCE),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"nvcc failed with {done.returncode}: {' '.join(command)}\n{done.stdout}{done.stderr}")
+        made.replace(target)  # a second process that compiles at the same time makes the same file

@@ -1,0 +1,102 @@
+"""The few calls of the CUDA driver that load a cubin and launch a kernel, by ctypes on libcuda alone."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute: an id padded to 8 bytes, a value of 64."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", ctypes.c_uint),
+        ("grid_y", ctypes.c_uint),
+        ("grid_z", ctypes.c_uint),
+        ("block_x", ctypes.c_uint),
+        ("block_y", ctypes.c_uint),
+        ("block_z", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _call(name: str, *args: Any) -> None:
+    """Raises: RuntimeError: naming the call and the driver's words."""
+    code = getattr(_library(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"{name} failed with {code}: {(text.value or b'unknown error').decode()}")
+
+
+def _ensure_context(device: int) -> None:
+    """A thread that has called nothing of CUDA yet has no context: take the one torch uses."""
+    context = ctypes.c_void_p()
+    _call("cuInit", ctypes.c_uint(0))
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if context.value is None:
+        handle = ctypes.c_int()
+        _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        _call("cuCtxSetCurrent", context)
+
+
+class Function:
+    """A kernel of a loaded module."""
+
+    def __init__(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> None:
+        """Args: shared_bytes: the most dynamic shared memory that a launch will ask for."""
+        self._handle = ctypes.c_void_p()
+        _call("cuModuleGetFunction", ctypes.byref(self._handle), module, name.encode())
+        # Loaded now: under lazy loading the first launch would, and that must not happen while a graph is captured.
+        _call("cuFuncLoad", self._handle)
+        if shared_bytes > 48 * 1024:
+            _call(
+                "cuFuncSetAttribute", self._handle, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(shared_bytes)
+            )
+
+    def launch(
+        self, grid: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Structure, *, pdl: bool
+    ) -> None:
+        """Launch with one argument, a struct passed by value.
+
+        Args:
+            stream: handle, as torch's `cuda_stream`.
+            pdl: the kernel may start before the one in front of it is done (it waits by itself).
+        """
+        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _LaunchConfig(
+            grid, 1, 1, threads, 1, 1, shared_bytes, stream or None, ctypes.pointer(attribute), 1 if pdl else 0
+        )
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        _call("cuLaunchKernelEx", ctypes.byref(config), self._handle, arguments, None)
+
+
+class Module:
+    """Kernels of one cubin, loaded on the current device."""
+
+    def __init__(self, cubin: Path, device: int, functions: Sequence[tuple[str, int]]) -> None:
+        """Args: functions: (name, most dynamic shared memory in bytes)."""
+        _ensure_context(device)
+        handle = ctypes.c_void_p()
+        image = cubin.read_bytes()
+        _call("cuModuleLoadData", ctypes.byref(handle), ctypes.c_char_p(image))
+        self.functions = {name: Function(handle, name, shared) for name, shared in functions}

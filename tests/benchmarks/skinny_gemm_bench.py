@@ -1,0 +1,230 @@
+"""Times the CUDA C++ matrix products of the decode path inside CUDA graphs, weights cold. By hand, on a GPU:
+
+    python tests/benchmarks/skinny_gemm_bench.py [--only shapes|chains] [--ceiling 4.55]
+
+Times are the median of graph replays. `plan` is the kernel that serving would take; the others are the same sum cut
+otherwise (row tiles x weight tiles x depth x depth of x, then /warps where they differ from the plan's).
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
+from slipstream.kernels.cuda import launch, skinny_gemm
+from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.norm_qkv import Heads, KVSink
+from slipstream.kernels.stream import Norm, Stream
+
+SHAPES = (  # N, K
+    (6144, 4096),
+    (4096, 4096),
+    (28672, 4096),
+    (4096, 14336),
+    (128256, 4096),
+    (960, 576),
+    (576, 576),
+    (3072, 576),
+    (576, 1536),
+    (49152, 576),
+)
+ROWS = (1, 4, 8, 16, 64)
+COLD_BYTES = 300e6  # weights rotate through so many: five times the L2
+
+
+def seconds_per_replay(work: Callable[[], object], replays: int = 7) -> float:
+    """Median time of one replay of the graph that `work` becomes."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = work()
+    times = []
+    for i in range(replays + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) / 1e3)
+    del kept
+    return statistics.median(times)
+
+
+def others(rows: int, width: int) -> list[tuple[str, Override]]:
+    """Cuts to compare with the plan."""
+    found = []
+    _, per_warp = launch.split_k(width, False, launch.capability())
+    plan = launch.choose(Epilogue.STORE, False, rows, 4096, per_warp)
+    for variant in launch.variants(Epilogue.STORE, False):
+        if variant.row_tiles > plan.row_tiles or plan.row_tiles > 4 * variant.row_tiles:
+            continue
+        found.append((label(variant), Override(variant=variant)))
+    if rows <= 8:
+        for warps in (3, 4, 6) if width < 1024 else (4, 8):
+            found.append((f"{label(launch.TWO_TILES)}/{warps}", Override(variant=launch.TWO_TILES, warps=warps)))
+        found.append(("plan, evict_first off", Override(evict_first=False)))
+    return found
+
+
+def label(variant: Variant) -> str:
+    return f"{variant.row_tiles}.{variant.weight_tiles}.{variant.depth}.{variant.x_depth}"
+
+
+def shapes(ceiling: float) -> list[dict[str, object]]:
+    """One product alone, its launches in a row; each reads other weights."""
+    results = []
+    for n, k in SHAPES:
+        copies = max(2, round(COLD_BYTES / (2 * n * k)))
+        weights = torch.empty(copies, n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
+        for rows in ROWS:
+            x = torch.randn(rows, k, device="cuda").bfloat16()
+            stream = Stream(x)
+            expected = F.linear(x.float(), weights[-1].float())
+            times: dict[str, float] = {}
+
+            def kernel(override: Override, stream: Stream = stream, weights: torch.Tensor = weights) -> torch.Tensor:
+                for weight in weights:
+                    out = skinny_gemm.norm_linear(stream, None, weight, override=override)
+                return out
+
+            for name, override in [
+                ("plan", Override()),
+                ("plan, no PDL", Override(pdl=False)),
+                *others(rows, k),
+            ]:
+                try:
+                    error = float((kernel(override).float() - expected).norm() / expected.norm())
+                except ValueError:
+                    continue  # more warps than this kernel has registers for
+                assert error < 5e-3, f"{n} x {k}, {rows} rows, {name}: relative error {error}"
+                times[name] = seconds_per_replay(lambda o=override: kernel(o)) / copies * 1e6
+            times["cuBLAS"] = (
+                seconds_per_replay(lambda x=x, weights=weights: [F.linear(x, w) for w in weights]) / copies * 1e6
+            )
+            rate = 2 * n * k / times["plan"] / 1e6
+            rest = "  ".join(f"{name} {us:.2f}" for name, us in times.items() if name != "plan")
+            plan = f"plan {times['plan']:7.2f} us {rate:5.2f} TB/s {rate / ceiling:4.0%}"
+            print(f"{n:6} x {k:5} M={rows:<3} {plan} | {rest}", flush=True)
+            results.append({"n": n, "k": k, "rows": rows, "us": times})
+        del weights
+    return results
+
+
+class Chain:
+    """The matrix products of a whole decoder, attention left out (o_proj reads the queries)."""
+
+    def __init__(self, layers: int, hidden: int, heads: Heads, inner: int, vocab: int) -> None:
+        def weight(n: int, k: int) -> torch.Tensor:
+            return torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
+
+        self.heads, self.hidden = heads, hidden
+        self.norm = Norm(torch.ones(hidden, dtype=torch.bfloat16, device="cuda"), 1e-5)
+        qkv = (heads.q + 2 * heads.kv) * heads.dim
+        self.layers = [
+            (weight(qkv, hidden), weight(hidden, heads.q * heads.dim), weight(2 * inner, hidden), weight(hidden, inner))
+            for _ in range(layers)
+        ]
+        self.head = weight(vocab, hidden)
+        self.bytes = 2 * (sum(w.numel() for layer in self.layers for w in layer) + self.head.numel())
+        angles = 6 * torch.rand(128, heads.dim // 2, device="cuda").repeat(1, 2)  # -> [128, dim]
+        self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        self.cells = torch.arange(128, device="cuda")
+        self.cache = torch.zeros(8, 16, 2, heads.kv, heads.dim, dtype=torch.bfloat16, device="cuda")
+
+    def forward(self, x: torch.Tensor, ops: Any, **more: Any) -> torch.Tensor:
+        """x: [M, hidden] -> [M, vocab]; ops: an object with the four functions."""
+        rows = x.shape[0]
+        cos, sin, sink = self.cos[:rows], self.sin[:rows], KVSink(self.cache, self.cells[:rows])
+        stream = Stream(x, x.float().square().unflatten(-1, (-1, 16)).sum(-1))  # [M, hidden] -> [M, hidden / 16]
+        for qkv, out, gate_up, down in self.layers:
+            q, _, _ = ops.norm_qkv(stream, self.norm, qkv, self.heads, cos, sin, sink=sink, **more)
+            stream = ops.linear_add(q.flatten(1), out, stream, **more)  # [M, q, d] -> [M, q d]
+            inner = ops.norm_gate_up(stream, self.norm, gate_up, **more)
+            stream = ops.linear_add(inner, down, stream, **more)
+        return ops.norm_linear(stream, self.norm, self.head, **more)
+
+
+TWINS = SimpleNamespace(
+    norm_qkv=norm_qkv.norm_qkv,
+    linear_add=linear_add.linear_add,
+    norm_gate_up=norm_gate_up.norm_gate_up,
+    norm_linear=norm_linear.norm_linear,
+)
+
+
+def check(chain: Chain, name: str) -> None:
+    """The chain against the torch twins, and with dependent launch against without."""
+    x = torch.randn(4, chain.hidden, device="cuda").bfloat16()
+    with torch.enable_grad():  # as training runs them: without the Triton kernels
+        expected = chain.forward(x, TWINS).float()
+    found = chain.forward(x, skinny_gemm, override=Override(pdl=True))
+    error = float((found.float() - expected).norm() / expected.norm())
+    same = found.equal(chain.forward(x, skinny_gemm, override=Override(pdl=False)))
+    one = found[:1].equal(chain.forward(x[:1], skinny_gemm))
+    print(f"{name}: relative error to the twins {error:.4f}, same bits without PDL: {same}, alone: {one}", flush=True)
+
+
+def chains(ceiling: float) -> list[dict[str, object]]:
+    """A whole decoder in one graph, with dependent launch and without."""
+    results = []
+    for name, made in (
+        ("SmolLM2-135M sizes", lambda: Chain(30, 576, Heads(9, 3, 64), 1536, 49152)),
+        ("Llama-3.1-8B sizes", lambda: Chain(32, 4096, Heads(32, 8, 128), 14336, 128256)),
+    ):
+        chain = made()
+        check(chain, name)
+        for rows in ROWS:
+            x = torch.randn(rows, chain.hidden, device="cuda").bfloat16()
+            line = f"{name} M={rows:<3}"
+            times = {}
+            for words, override in (
+                ("PDL", Override()),
+                ("no PDL", Override(pdl=False)),
+                ("PDL, evict_first off", Override(evict_first=False)),
+            ):
+                seconds = seconds_per_replay(functools.partial(chain.forward, x, skinny_gemm, override=override))
+                rate = chain.bytes / seconds / 1e12
+                times[words] = seconds * 1e6
+                line += f" | {words} {seconds * 1e6:8.1f} us {rate:5.2f} TB/s {rate / ceiling:4.0%}"
+            print(line, flush=True)
+            results.append({"chain": name, "rows": rows, "us": times})
+        chain = None
+        torch.cuda.empty_cache()
+    return results
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=("shapes", "chains"))
+    parser.add_argument("--ceiling", type=float, default=4.55, help="TB/s of a pure read")
+    args = parser.parse_args()
+    began = time.monotonic()
+    launch.load(torch.cuda.current_device())
+    print(
+        f"{torch.cuda.get_device_name()}: kernels compiled and loaded in {time.monotonic() - began:.1f} s", flush=True
+    )
+    results = []
+    if args.only != "shapes":
+        results += chains(args.ceiling)
+    if args.only != "chains":
+        results += shapes(args.ceiling)
+    if out := os.environ.get("OUT"):
+        with open(os.path.join(out, "skinny_gemm.json"), "w") as file:
+            json.dump(results, file)
+    print(f"done in {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

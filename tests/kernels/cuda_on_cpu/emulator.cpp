@@ -1,0 +1,69 @@
+// Runs a kernel of skinny_gemm.cu on the CPU; see primitives.cuh beside this.
+#include <primitives.cuh>
+
+#include "skinny_gemm.cu"
+
+namespace {
+void (*kernel)(slipstream::Params);
+slipstream::Params params;
+
+void body() {
+    kernel(params);
+    emulator::lanes[emulator::current].done = true;
+    emulator::yield();
+}
+}  // namespace
+
+// weight: the matrix, of `weight_bytes`; reads: [weight_bytes / 16] out, how often each 16 bytes were read; ranges:
+// (begin, end) of what load_activation may read, x first. Returns reads outside of everything + reads of x before the
+// wait + threads that never waited.
+extern "C" long run(void (*function)(slipstream::Params), int grid, int threads, int shared_bytes,
+                    const slipstream::Params* given, long weight_bytes, uint32_t* reads, const char** ranges,
+                    int num_ranges) {
+    using namespace emulator;
+    if (shared_bytes > int(sizeof(shared))) return -1;
+    kernel = function;
+    params = *given;
+    weight_begin = reinterpret_cast<const char*>(params.weight);
+    weight_reads.assign(weight_bytes / 16, 0);
+    outside_reads = unwaited_reads = 0;
+    num_activations = num_ranges;
+    for (int i = 0; i < num_ranges; ++i) {
+        activation_begin[i] = ranges[2 * i];
+        activation_end[i] = ranges[2 * i + 1];
+    }
+    long never_waited = 0;
+    blockDim.x = threads;
+    lanes.resize(threads);
+    for (auto& lane : lanes) lane.stack.resize(64 << 10);
+    for (int block = 0; block < grid; ++block) {
+        blockIdx.x = block;
+        // What no thread wrote is NaN, inside what was asked for and outside of it.
+        std::fill(shared, shared + sizeof(shared) / 4, NAN);
+        cta_barrier = Barrier();
+        warp_barriers.assign(3 * (threads / 32), Barrier());
+        exchanged.assign(2 * threads, Exchanged());
+        waited.assign(threads, 0);
+        for (int i = 0; i < threads; ++i) {
+            lanes[i].done = false;
+            lanes[i].exchanges = 0;
+            getcontext(&lanes[i].context);
+            lanes[i].context.uc_stack.ss_sp = lanes[i].stack.data();
+            lanes[i].context.uc_stack.ss_size = lanes[i].stack.size();
+            lanes[i].context.uc_link = nullptr;
+            makecontext(&lanes[i].context, body, 0);
+        }
+        for (int left = threads; left > 0;) {
+            for (int i = 0; i < threads; ++i) {
+                if (lanes[i].done) continue;
+                current = threadIdx.x = i;
+                swapcontext(&scheduler, &lanes[i].context);
+                left -= lanes[i].done;
+            }
+        }
+        for (int i = 0; i < threads; ++i) never_waited += !waited[i];
+        for (int i = shared_bytes / 4; i < int(sizeof(shared) / 4); ++i) outside_reads += !std::isnan(shared[i]);
+    }
+    std::copy(weight_reads.begin(), weight_reads.end(), reads);
+    return outside_reads + unwaited_reads + never_waited;
+}

@@ -1,0 +1,87 @@
+"""The CUDA C++ kernels on the CPU: the very source, compiled by the host's C++ compiler against an emulated GPU."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slipstream.kernels.cuda import launch as cuda_launch
+from slipstream.kernels.cuda.launch import Epilogue, Params
+
+_HERE = Path(__file__).parent
+_SOURCES = Path(cuda_launch.__file__).parent
+_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
+
+
+def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
+    """One library an epilogue."""
+    libraries = {}
+    for epilogue in Epilogue:
+        target = directory / f"{epilogue.name}.so"
+        includes = (f"-I{_HERE}", f"-I{_SOURCES}", f"-DSLIPSTREAM_EPILOGUE={int(epilogue)}")
+        subprocess.run(["g++", *_FLAGS, *includes, "-o", str(target), str(_HERE / "emulator.cpp")], check=True)
+        libraries[epilogue] = ctypes.CDLL(str(target))
+    return libraries
+
+
+class Emulator:
+    """Takes the place of the loaded modules; remembers how the last launch went."""
+
+    def __init__(self, libraries: dict[Epilogue, ctypes.CDLL]) -> None:
+        self._libraries = libraries
+        self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [weight rows, K / 8]
+        self.faults = -1
+        self.names: list[str] = []
+        self.groups = 0
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """For the rest of a test, launches come here; the card is an sm_90."""
+        monkeypatch.setattr(cuda_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(cuda_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
+        monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
+
+    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Params) -> None:
+        library = self._libraries[epilogue]
+        rows = params.N * (2 if epilogue == Epilogue.GATE_UP else 1)
+        reads = np.zeros(rows * params.K // 8, dtype=np.uint32)
+        ranges = [params.x, params.x + 2 * ((params.M - 1) * params.x_stride + params.K)]
+        if params.norm_weight:
+            ranges += [params.norm_weight, params.norm_weight + 2 * params.K]
+        self.faults = library.run(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p),
+            grid,
+            threads,
+            shared_bytes,
+            ctypes.byref(params),
+            ctypes.c_long(rows * params.K * 2),
+            reads.ctypes.data_as(ctypes.c_void_p),
+            (ctypes.c_void_p * len(ranges))(*ranges),
+            len(ranges) // 2,
+        )
+        self.reads = reads.reshape(rows, -1)
+        self.names.append(name)
+        self.groups = params.m_groups
+
+
+class _Module:
+    def __init__(self, emulator: Emulator, epilogue: Epilogue) -> None:
+        self._emulator, self._epilogue = emulator, epilogue
+
+    @property
+    def functions(self) -> "_Module":
+        return self
+
+    def __getitem__(self, name: str) -> "_Function":
+        return _Function(self._emulator, self._epilogue, name)
+
+
+class _Function:
+    def __init__(self, emulator: Emulator, epilogue: Epilogue, name: str) -> None:
+        self._emulator, self._epilogue, self._name = emulator, epilogue, name
+
+    def launch(self, grid: int, threads: int, shared_bytes: int, stream: int, params: Params, *, pdl: bool) -> None:
+        self._emulator.run(self._epilogue, self._name, grid, threads, shared_bytes, params)

@@ -1,0 +1,321 @@
+"""The CUDA C++ matrix products against the torch twins: here on an emulated GPU, on a real one with the marker gpu."""
+
+import copy
+import functools
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
+from slipstream.kernels.cuda import build, launch, skinny_gemm
+from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.norm_qkv import Heads, KVSink
+from slipstream.kernels.stream import Norm, Stream
+
+Make = Callable[..., Any]
+HEADS = Heads(q=2, kv=1, dim=64)
+
+
+@pytest.fixture(scope="module")
+def libraries(load_test_module: Callable[[Path], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
+    return module, module.compile_all(tmp_path_factory.mktemp("emulator"))
+
+
+@pytest.fixture
+def emulator(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module, compiled = libraries
+    made = module.Emulator(compiled)
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan() -> Iterator[None]:
+    """What torch.empty hands out is NaN, so that an output nobody wrote shows; the twin sums in fp32 on a GPU, too."""
+    before = torch.are_deterministic_algorithms_enabled()
+    matmul = torch.backends.cuda.matmul
+    reduced = matmul.allow_bf16_reduced_precision_reduction
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    torch.use_deterministic_algorithms(before)
+    matmul.allow_bf16_reduced_precision_reduction = reduced
+
+
+class Case:
+    """One op on random inputs: run by the kernel and by the twin."""
+
+    def __init__(self, op: str, rows: int, n: int, k: int, device: str = "cpu", *, norm: bool, sums: bool) -> None:
+        self.op, self.sums = op, sums
+        made = torch.Generator().manual_seed(1000 * n + k)
+
+        def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (torch.randn(*shape, generator=made) * scale).bfloat16().to(device)
+
+        weight_rows = {"gate_up": 2 * n, "qkv": (HEADS.q + 2 * HEADS.kv) * HEADS.dim}.get(op, n)
+        self.weight = random(weight_rows, k, scale=k**-0.5)
+        self.norm = Norm(1 + random(k, scale=0.1), 1e-5) if norm else None
+        self.x, self.residual = random(rows, k, scale=2.0), random(rows, n)
+        angles = 6 * torch.rand(rows, HEADS.dim // 2, generator=made).repeat(1, 2)  # -> [rows, dim]
+        self.cos, self.sin = angles.cos().bfloat16().to(device), angles.sin().bfloat16().to(device)
+        self.cells = torch.randperm(5 * 32, generator=made)[:rows].to(device)
+        self.cache = random(5, 32, 2, HEADS.kv, HEADS.dim)
+
+    def first(self, rows: int) -> "Case":
+        """The case of the first rows alone."""
+        part = copy.copy(self)
+        for name in ("x", "residual", "cos", "sin", "cells"):
+            setattr(part, name, getattr(self, name)[:rows])
+        return part
+
+    def run(self, ops: Any, **more: Any) -> dict[str, torch.Tensor]:
+        """Every tensor that the op makes or changes."""
+        x = self.x
+        sums = x.float().square().unflatten(-1, (-1, 16)).sum(-1) if self.sums else None  # [M, K] -> [M, K / 16]
+        stream = Stream(x, sums)
+        if self.op == "store":
+            return {"y": ops["norm_linear"](stream, self.norm, self.weight, **more)}
+        if self.op == "add":
+            out = ops["linear_add"](x, self.weight, Stream(self.residual), **more)
+            return {"rows": out.rows, **({} if out.sumsq is None else {"sumsq": out.sumsq})}
+        if self.op == "gate_up":
+            return {"y": ops["norm_gate_up"](stream, self.norm, self.weight, **more)}
+        cache = self.cache.clone()
+        arguments = (stream, self.norm, self.weight, HEADS, self.cos, self.sin)
+        q, _, _ = ops["norm_qkv"](*arguments, sink=KVSink(cache, self.cells), **more)
+        q2, k, v = ops["norm_qkv"](*arguments, **more)
+        assert q.equal(q2)
+        return {"q": q, "k": k, "v": v, "cache": cache}
+
+
+TWIN = {
+    "norm_linear": norm_linear.norm_linear,
+    "linear_add": linear_add.linear_add,
+    "norm_gate_up": norm_gate_up.norm_gate_up,
+    "norm_qkv": norm_qkv.norm_qkv,
+}
+KERNEL = {name: getattr(skinny_gemm, name) for name in TWIN}
+EPILOGUES = {"store": Epilogue.STORE, "add": Epilogue.ADD, "gate_up": Epilogue.GATE_UP, "qkv": Epilogue.QKV}
+CASES = [("store", False), ("store", True), ("add", False), ("gate_up", True), ("qkv", False), ("qkv", True)]
+EVERY_KERNEL = [(op, norm, v) for op, norm in CASES for v in launch.variants(EPILOGUES[op], norm)]
+
+
+def same_but_for_rounding(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Equal up to the order of fp32 sums: nearly every bf16 the same, the others few ulps away.
+
+    More than one where a rounding that fell otherwise goes through silu or a rotation. Where a small value is the
+    difference of large ones its own ulp says little, so ulps of the typical value are allowed as well.
+    """
+    for name, want in expected.items():
+        got = found[name]
+        assert got.shape == want.shape, name
+        typical = float(want.float().abs().mean())
+        message = functools.partial("{}: {}".format, name)
+        torch.testing.assert_close(got.float(), want.float(), rtol=2**-6, atol=typical * 2**-6, msg=message)
+        assert float((got != want).float().mean()) < 0.03, name
+
+
+def sums_are_of_what_was_written(found: dict[str, torch.Tensor]) -> None:
+    if "sumsq" in found:
+        padded = torch.nn.functional.pad(found["rows"].float(), (0, -found["rows"].shape[1] % 16))
+        torch.testing.assert_close(found["sumsq"], padded.square().unflatten(-1, (-1, 16)).sum(-1))
+
+
+@pytest.mark.parametrize(("op", "norm", "variant"), EVERY_KERNEL)
+def test_every_kernel_reads_each_weight_once_and_gives_the_product(
+    emulator: Any, op: str, norm: bool, variant: Variant
+) -> None:
+    n, k = 48, 352  # 3 tiles of 16 rows, 11 chunks: five warps with two and one with one
+    rows = 8 * variant.row_tiles - 3
+    case = Case(op, rows, n, k, norm=norm, sums=True)
+    found = case.run(KERNEL, override=Override(variant=variant, warps=8))
+    assert emulator.names[-1] == variant.name(EPILOGUES[op], norm)
+    assert emulator.faults == 0
+    padded = n % (16 * variant.weight_tiles) if op in ("store", "add") else 0
+    reads = emulator.reads[: n - 1] if padded else emulator.reads  # past the end the last row is read again
+    assert (reads == emulator.groups).all()
+    same_but_for_rounding(found, case.run(TWIN))
+    sums_are_of_what_was_written(found)
+
+
+@pytest.mark.parametrize(("op", "norm"), CASES)
+@pytest.mark.parametrize("k", [64, 2080])
+def test_bits_of_a_row_do_not_depend_on_the_others(emulator: Any, op: str, norm: bool, k: int) -> None:
+    """k = 2080: 65 chunks, so each warp reloads its slots several times and the last warp has fewer."""
+    case = Case(op, 70, 16, k, norm=norm, sums=False)
+    whole = case.run(KERNEL)
+    assert emulator.groups == 2
+    same_but_for_rounding(whole, case.run(TWIN))
+    for rows in (1, 2, 7, 9, 17):
+        part = case.first(rows).run(KERNEL)
+        assert emulator.faults == 0
+        for name, value in part.items():
+            if name != "cache":
+                assert value.equal(whole[name][:rows]), (name, rows)
+    assert {name.split("_")[3] for name in emulator.names} == {"1", "2", "4", "8"}  # tiles of 8 rows
+
+
+@pytest.mark.parametrize("variant", [launch.ONE_TILE, launch.TWO_TILES, launch.SHORT_K])
+def test_bits_do_not_depend_on_the_variant(emulator: Any, variant: Variant) -> None:
+    case = Case("add", 5, 40, 2080, norm=False, sums=False)
+    a, b = case.run(KERNEL), case.run(KERNEL, override=Override(variant=variant))
+    assert a["rows"].equal(b["rows"])
+    assert a["sumsq"].equal(b["sumsq"])
+    same_but_for_rounding(a, case.run(TWIN))
+    sums_are_of_what_was_written(a)
+
+
+def test_rows_of_a_wider_tensor(emulator: Any) -> None:
+    case = Case("store", 3, 16, 64, norm=True, sums=False)
+    wide = torch.full((3, 96), float("nan")).bfloat16()
+    wide[:, 16:80] = case.x
+    expected = case.run(KERNEL)
+    case.x = wide[:, 16:80]
+    assert case.run(KERNEL)["y"].equal(expected["y"])
+
+
+def test_what_is_not_done_is_refused() -> None:
+    weight = torch.zeros(16, 64).bfloat16()
+    rows = torch.zeros(2, 64).bfloat16()
+    assert skinny_gemm.supports(rows, weight)
+    for x, w, words in (
+        (rows.float(), weight, "expected bf16"),
+        (torch.zeros(129, 64).bfloat16(), weight, "129 rows"),
+        (rows[:, :48], weight[:, :48].contiguous(), "multiple of 32"),
+        (rows, torch.zeros(64, 16).bfloat16().t(), "not aligned"),
+        (torch.zeros(2, 72).bfloat16()[:, 4:68], weight, "not aligned"),
+    ):
+        assert not skinny_gemm.supports(x, w)
+        with pytest.raises(ValueError, match=words):
+            skinny_gemm.norm_linear(Stream(x), None, w)
+    with pytest.raises(ValueError, match="norm of single heads"):
+        skinny_gemm.norm_qkv(Stream(rows), None, weight, HEADS, rows, rows, q_norm=Norm(weight[0], 1e-5))
+
+
+def test_lists_of_kernels_agree() -> None:
+    """launch.py and skinny_gemm.cu name the same kernels, and the registers of none are promised to too many warps."""
+    source = (Path(launch.__file__).parent / "skinny_gemm.cu").read_text()
+    groups = {
+        name: re.findall(r"SKINNY\(EPILOGUE, NORM, (\d), (\d), (\d), (\d), ([^,]+), [^\n]*\)", body)
+        for name, body in re.findall(r"#define (FOR_\w+)\(EPILOGUE, NORM\)(.*?)\n\n", source, re.DOTALL)
+    }
+    assert len(groups) >= 2
+    compiled: dict[str, int] = {}
+    section = source[source.index("#if SLIPSTREAM_EPILOGUE == 0") :]
+    for group, epilogue, norm in re.findall(r"(FOR_\w+)\((\d), (\d)\)", section):
+        for nt, tm, depth, x_depth, threads in groups[group]:
+            bound = eval(threads.replace("NORM ? 256 : 384", "256 if NORM else 384"), {"NORM": norm == "1"})
+            compiled[f"skinny_{epilogue}_{norm}_{nt}_{tm}_{depth}_{x_depth}"] = bound
+    listed = {
+        v.name(e, norm): 32 * v.max_warps
+        for e in Epilogue
+        for norm in launch.norms(e)
+        for v in launch.variants(e, norm)
+    }
+    assert compiled == listed
+
+
+@pytest.mark.parametrize("k", [32, 64, 576, 960, 1536, 2048, 4096, 14336])
+@pytest.mark.parametrize("norm", [False, True])
+def test_warps_cover_k(k: int, norm: bool) -> None:
+    for arch in (80, 90, 120):
+        warps, per_warp = launch.split_k(k, norm, arch)
+        assert (warps - 1) * per_warp < k // 32 <= warps * per_warp
+        for rows in (1, 8, 9, 17, 33, 128):
+            for epilogue in Epilogue:
+                variant = launch.choose(epilogue, norm, rows, 4096, per_warp)
+                assert warps <= variant.max_warps
+                if norm in launch.norms(epilogue):
+                    assert variant in launch.variants(epilogue, norm)
+
+
+def test_a_host_without_nvcc_says_so_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    monkeypatch.setattr(build, "nvcc", lambda: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    build.available.cache_clear()
+    assert not build.available(90)
+    assert not build.available(90)
+    assert caplog.text.count("no nvcc on this host") == 1
+    with pytest.raises(RuntimeError, match="looked on PATH"):
+        build.cubins(90)
+    build.available.cache_clear()
+
+
+# ---- on a GPU ----
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("op", "norm", "variant"), EVERY_KERNEL)
+def test_gpu_every_kernel(op: str, norm: bool, variant: Variant) -> None:
+    case = Case(op, 8 * variant.row_tiles - 3, 48, 352, "cuda", norm=norm, sums=True)
+    found = case.run(KERNEL, override=Override(variant=variant, warps=8))
+    same_but_for_rounding(found, case.run(TWIN))
+    sums_are_of_what_was_written(found)
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("op", "norm"), CASES)
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (1536, 576), (576, 1536), (1008, 4096), (1008, 14336)])
+def test_gpu_rows_and_twin(op: str, norm: bool, n: int, k: int) -> None:
+    case = Case(op, 128, n, k, "cuda", norm=norm, sums=True)
+    whole = case.run(KERNEL)
+    same_but_for_rounding(whole, case.run(TWIN))
+    sums_are_of_what_was_written(whole)
+    for rows in (1, 2, 3, 7, 8, 16, 17, 33, 65):
+        for pdl in (False, True):
+            part = case.first(rows).run(KERNEL, override=Override(pdl=pdl))
+            for name, value in part.items():
+                if name != "cache":
+                    assert value.equal(whole[name][:rows]), (name, rows, pdl)
+
+
+@pytest.mark.gpu
+@GPU
+def test_gpu_chain_in_a_graph_is_the_same_with_dependent_launch() -> None:
+    """Ten dependent layers: a wait that is missing shows as other bits sooner or later."""
+    torch.use_deterministic_algorithms(False)  # it would put a kernel that fills with NaN between ours
+    made = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*shape: int, scale: float) -> torch.Tensor:
+        return (torch.randn(*shape, generator=made, device="cuda") * scale).bfloat16()
+
+    hidden, inner = 576, 1536
+    layers = [
+        (random(2 * inner, hidden, scale=0.04), random(hidden, inner, scale=0.04), random(hidden, scale=0.1) + 1)
+        for _ in range(10)
+    ]
+    x = random(4, hidden, scale=1.0)
+
+    def forward(pdl: bool) -> Stream:
+        stream = Stream(x)
+        for gate_up, down, norm in layers:
+            inner_rows = skinny_gemm.norm_gate_up(stream, Norm(norm, 1e-5), gate_up, override=Override(pdl=pdl))
+            stream = skinny_gemm.linear_add(inner_rows, down, stream, override=Override(pdl=pdl))
+        return stream
+
+    launch.load(torch.cuda.current_device())
+    with torch.no_grad():
+        expected = forward(False)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = forward(True)
+        for _ in range(200):
+            found.rows.fill_(float("nan"))
+            graph.replay()
+            assert found.rows.equal(expected.rows)
+            assert found.sumsq is not None
+            assert expected.sumsq is not None
+            assert found.sumsq.equal(expected.sumsq)
