@@ -12,7 +12,6 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _SOURCE = _HERE / "skinny_gemm.cu"
-_HEADER = _HERE / "primitives.cuh"
 _FLAGS = ("-std=c++17", "-O3", "-cubin")
 EPILOGUES = (0, 1, 2, 3)
 
@@ -33,7 +32,8 @@ def nvcc() -> Path | None:
 
 def cache_dir(arch: int) -> Path:
     """Where cubins of these sources for `arch` (90 for sm_90) lie: named by the hash of all that makes them."""
-    key = hashlib.sha256("\0".join((_SOURCE.read_text(), _HEADER.read_text(), *_FLAGS, str(arch))).encode()).hexdigest()
+    texts = [path.read_text() for path in (_SOURCE, *sorted(_HERE.glob("*.cuh")))]
+    key = hashlib.sha256("\0".join((*texts, *_FLAGS, str(arch))).encode()).hexdigest()
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "slipstream" / f"skinny_gemm-sm_{arch}-{key[:16]}"
 

@@ -52,6 +52,22 @@ __device__ inline uint32_t pack_bf16(float low, float high) {
     return packed;
 }
 
+// Four sums that the kernel before may have written.
+__device__ inline float4 load_sums(const float* address) {
+    float4 v;
+    asm volatile("ld.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+// Two products of bf16, each rounded once.
+__device__ inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    uint32_t product;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(product) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0 changes nothing
+    return product;
+}
+
 __device__ inline float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 __device__ inline float multiply(float a, float b) { return __fmul_rn(a, b); }  // never fused with an add
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }

@@ -6,22 +6,23 @@ Every op raises ValueError for what the kernel does not do; `supports` asks befo
 import torch
 
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
+from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
 _AS_PLANNED = Override()
 
 
-def supports(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernels take these rows and this weight. x: [M, K], weight: [N, K]."""
+def supports(x: torch.Tensor, weight: PackedWeight) -> bool:
+    """Whether the kernels take these rows with this weight. x: [M, K], weight: of [N, K]."""
     return not _unsupported(x, weight)
 
 
 def norm_linear(
-    stream: Stream, norm: Norm | None, weight: torch.Tensor, *, override: Override = _AS_PLANNED
+    stream: Stream, norm: Norm | None, weight: PackedWeight, *, override: Override = _AS_PLANNED
 ) -> torch.Tensor:
     """y = norm(x) W^T: [M, N], as `slipstream.kernels.norm_linear.norm_linear`."""
-    params = _params(stream.rows, weight, stream, norm)
+    params = _params(stream.rows, weight, RowOrder.ROWS, stream, norm)
     rows, n = stream.rows.shape[0], weight.shape[0]
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
@@ -30,9 +31,9 @@ def norm_linear(
     return out
 
 
-def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream, *, override: Override = _AS_PLANNED) -> Stream:
+def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream, *, override: Override = _AS_PLANNED) -> Stream:
     """The stream with x W^T added and its sums of squares in parts of 16, as `slipstream.kernels.linear_add`."""
-    params = _params(x, weight, None, None)
+    params = _params(x, weight, RowOrder.ROWS, None, None)
     rows, n = x.shape[0], weight.shape[0]
     _check(stream.rows.shape == (rows, n), f"stream {tuple(stream.rows.shape)}", f"[{rows}, {n}]")
     _check(stream.rows.dtype == torch.bfloat16 and stream.rows.stride(-1) == 1, "stream", "bf16, rows contiguous")
@@ -45,9 +46,9 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor, stream: Stream, *, overrid
     return Stream(out, sumsq)
 
 
-def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor, *, override: Override = _AS_PLANNED) -> torch.Tensor:
+def norm_gate_up(stream: Stream, norm: Norm, weight: PackedWeight, *, override: Override = _AS_PLANNED) -> torch.Tensor:
     """silu(g) * u with [g; u] = norm(x) W^T: [M, I], as `slipstream.kernels.norm_gate_up`."""
-    params = _params(stream.rows, weight, stream, norm)
+    params = _params(stream.rows, weight, RowOrder.GATE_UP, stream, norm)
     rows, n = stream.rows.shape[0], weight.shape[0] // 2
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
@@ -59,7 +60,7 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor, *, override: 
 def norm_qkv(
     stream: Stream,
     norm: Norm | None,
-    weight: torch.Tensor,
+    weight: PackedWeight,
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -71,10 +72,13 @@ def norm_qkv(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Rotated queries, keys and values, as `slipstream.kernels.norm_qkv`; norms of single heads are not done here."""
     _check(q_norm is None and k_norm is None, "a norm of single heads", "none (the Triton kernel has it)")
-    _check(heads.dim % 32 == 0, f"heads {heads.dim} wide", "a multiple of 32")
-    params = _params(stream.rows, weight, stream, norm)
+    params = _params(stream.rows, weight, RowOrder.HEADS, stream, norm)
     rows, total = stream.rows.shape[0], heads.q + 2 * heads.kv
-    _check(weight.shape[0] == total * heads.dim, f"weight of {weight.shape[0]} rows", f"{total * heads.dim}")
+    _check(
+        weight.shape[0] == total * heads.dim and weight.head_dim == heads.dim,
+        f"weight of {weight.shape[0]} rows in heads of {weight.head_dim}",
+        f"{total * heads.dim} in heads of {heads.dim}",
+    )
     for name, angles in (("cos", cos), ("sin", sin)):
         _check(
             angles.shape == (rows, heads.dim) and angles.dtype == torch.bfloat16 and angles.stride(-1) == 1,
@@ -111,12 +115,14 @@ def norm_qkv(
     return q, k, v
 
 
-def _params(x: torch.Tensor, weight: torch.Tensor, stream: Stream | None, norm: Norm | None) -> Params:
+def _params(x: torch.Tensor, weight: PackedWeight, order: RowOrder, stream: Stream | None, norm: Norm | None) -> Params:
     """x, the weight and the norm in front."""
     problem = _unsupported(x, weight)
     if problem:
         raise ValueError(problem)
-    params = Params(x=x.data_ptr(), weight=weight.data_ptr(), x_stride=_row_stride(x), M=x.shape[0], K=x.shape[1])
+    _check(weight.order is order, f"rows packed in order {weight.order.value}", order.value)
+    params = Params(x=x.data_ptr(), weight=weight.data.data_ptr(), x_stride=_row_stride(x), M=x.shape[0], K=x.shape[1])
+    params.inverse_width = 1 / x.shape[1]
     if norm is not None:
         _check(
             norm.weight.shape == (x.shape[1],) and norm.weight.dtype == torch.bfloat16 and norm.weight.is_contiguous(),
@@ -135,18 +141,16 @@ def _params(x: torch.Tensor, weight: torch.Tensor, stream: Stream | None, norm: 
     return params
 
 
-def _unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
+def _unsupported(x: torch.Tensor, weight: PackedWeight) -> str:
     """Why the kernels do not take this, or nothing."""
-    if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
-        return f"x {x.dtype}, weight {weight.dtype}; expected bf16"
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
-        return f"x {tuple(x.shape)}, weight {tuple(weight.shape)}; expected [M, K] and [N, K]"
+    if x.dtype != torch.bfloat16:
+        return f"x {x.dtype}; expected bf16"
+    if x.dim() != 2 or x.shape[1] != weight.shape[1]:
+        return f"x {tuple(x.shape)}, weight {weight.shape}; expected [M, K] and [N, K]"
     if x.shape[0] > MAX_ROWS:
         return f"{x.shape[0]} rows; expected at most {MAX_ROWS}"
-    if x.shape[1] % 32 or x.shape[1] == 0 or weight.shape[0] == 0:
-        return f"weight {tuple(weight.shape)}; expected K a multiple of 32, nothing empty"
-    if not weight.is_contiguous() or x.stride(1) != 1 or _row_stride(x) % 8 or (x.data_ptr() | weight.data_ptr()) % 16:
-        return "x or weight not aligned; expected contiguous rows that begin at multiples of 16 bytes"
+    if x.stride(1) != 1 or _row_stride(x) % 8 or x.data_ptr() % 16:
+        return "x not aligned; expected contiguous rows that begin at multiples of 16 bytes"
     return ""
 
 

@@ -1,9 +1,9 @@
 """Times the CUDA C++ matrix products of the decode path inside CUDA graphs, weights cold. By hand, on a GPU:
 
-    python tests/benchmarks/skinny_gemm_bench.py [--only shapes|chains] [--ceiling 4.55]
+    python tests/benchmarks/skinny_gemm_bench.py [--only shapes|chains|dependent] [--ceiling 4.55]
 
 Times are the median of graph replays. `plan` is the kernel that serving would take; the others are the same sum cut
-otherwise (row tiles x weight tiles x depth x depth of x, then /warps where they differ from the plan's).
+otherwise: row tiles . weight tiles . depth . depth of x . loop.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import launch, skinny_gemm
 from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.cuda.pack import PackedWeight, RowOrder, pack
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
@@ -62,23 +63,18 @@ def seconds_per_replay(work: Callable[[], object], replays: int = 7) -> float:
 
 
 def others(rows: int, width: int) -> list[tuple[str, Override]]:
-    """Cuts to compare with the plan."""
+    """Cuts to compare with the plan: every kernel that takes the rows in at most eight groups, few to spare."""
     found = []
-    _, per_warp = launch.split_k(width, False, launch.capability())
-    plan = launch.choose(Epilogue.STORE, False, rows, 4096, per_warp)
     for variant in launch.variants(Epilogue.STORE, False):
-        if variant.row_tiles > plan.row_tiles or plan.row_tiles > 4 * variant.row_tiles:
-            continue
-        found.append((label(variant), Override(variant=variant)))
+        if rows <= 8 * 8 * variant.row_tiles and (variant.row_tiles == 1 or rows > 4 * variant.row_tiles):
+            found.append((label(variant), Override(variant=variant)))
     if rows <= 8:
-        for warps in (3, 4, 6) if width < 1024 else (4, 8):
-            found.append((f"{label(launch.TWO_TILES)}/{warps}", Override(variant=launch.TWO_TILES, warps=warps)))
         found.append(("plan, evict_first off", Override(evict_first=False)))
     return found
 
 
 def label(variant: Variant) -> str:
-    return f"{variant.row_tiles}.{variant.weight_tiles}.{variant.depth}.{variant.x_depth}"
+    return f"{variant.row_tiles}.{variant.weight_tiles}.{variant.depth}.{variant.x_depth}.{variant.loop}"
 
 
 def shapes(ceiling: float) -> list[dict[str, object]]:
@@ -86,14 +82,17 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
     results = []
     for n, k in SHAPES:
         copies = max(2, round(COLD_BYTES / (2 * n * k)))
-        weights = torch.empty(copies, n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
+        plain = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
+        weights = [pack(plain) for _ in range(copies)]
         for rows in ROWS:
             x = torch.randn(rows, k, device="cuda").bfloat16()
             stream = Stream(x)
-            expected = F.linear(x.float(), weights[-1].float())
+            expected = F.linear(x.float(), plain.float())
             times: dict[str, float] = {}
 
-            def kernel(override: Override, stream: Stream = stream, weights: torch.Tensor = weights) -> torch.Tensor:
+            def kernel(
+                override: Override, stream: Stream = stream, weights: list[PackedWeight] = weights
+            ) -> torch.Tensor:
                 for weight in weights:
                     out = skinny_gemm.norm_linear(stream, None, weight, override=override)
                 return out
@@ -106,18 +105,54 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
                 try:
                     error = float((kernel(override).float() - expected).norm() / expected.norm())
                 except ValueError:
-                    continue  # more warps than this kernel has registers for
+                    continue  # more parts than this kernel has registers for
                 assert error < 5e-3, f"{n} x {k}, {rows} rows, {name}: relative error {error}"
                 times[name] = seconds_per_replay(lambda o=override: kernel(o)) / copies * 1e6
-            times["cuBLAS"] = (
-                seconds_per_replay(lambda x=x, weights=weights: [F.linear(x, w) for w in weights]) / copies * 1e6
-            )
             rate = 2 * n * k / times["plan"] / 1e6
             rest = "  ".join(f"{name} {us:.2f}" for name, us in times.items() if name != "plan")
             plan = f"plan {times['plan']:7.2f} us {rate:5.2f} TB/s {rate / ceiling:4.0%}"
             print(f"{n:6} x {k:5} M={rows:<3} {plan} | {rest}", flush=True)
             results.append({"n": n, "k": k, "rows": rows, "us": times})
-        del weights
+        del weights, plain
+    return results
+
+
+def dependent() -> list[dict[str, object]]:
+    """Latency: products of which each reads what the one before wrote, without a norm in front and with one."""
+    results = []
+    for width in (576, 4096):
+        layers = 64
+        weights = [
+            pack(torch.empty(width, width, dtype=torch.bfloat16, device="cuda").normal_(std=width**-0.5))
+            for _ in range(layers)
+        ]
+        norm = Norm(torch.ones(width, dtype=torch.bfloat16, device="cuda"), 1e-5)
+        for rows in (1, 4, 16):
+            x = torch.randn(rows, width, device="cuda").bfloat16()
+            sums = x.float().square().unflatten(-1, (-1, 16)).sum(-1)  # [M, width] -> [M, width / 16]
+
+            def adds(x: torch.Tensor = x, weights: list[PackedWeight] = weights) -> torch.Tensor:
+                stream = Stream(x)
+                for weight in weights:
+                    stream = skinny_gemm.linear_add(stream.rows, weight, stream)
+                return stream.rows
+
+            def plain(
+                norm: Norm | None, sums: torch.Tensor | None, x: torch.Tensor = x, weights: list[PackedWeight] = weights
+            ) -> torch.Tensor:
+                for weight in weights:
+                    x = skinny_gemm.norm_linear(Stream(x, sums), norm, weight)
+                return x
+
+            times = {
+                "linear_add": adds,
+                "linear": functools.partial(plain, None, None),
+                "norm_linear, sums given": functools.partial(plain, norm, sums),
+                "norm_linear, rows read": functools.partial(plain, norm, None),
+            }
+            us = {name: seconds_per_replay(work) / layers * 1e6 for name, work in times.items()}
+            print(f"dependent {width} x {width} M={rows:<3} " + "  ".join(f"{n} {t:.2f} us" for n, t in us.items()))
+            results.append({"dependent": width, "rows": rows, "us": us})
     return results
 
 
@@ -131,28 +166,32 @@ class Chain:
         self.heads, self.hidden = heads, hidden
         self.norm = Norm(torch.ones(hidden, dtype=torch.bfloat16, device="cuda"), 1e-5)
         qkv = (heads.q + 2 * heads.kv) * heads.dim
-        self.layers = [
+        layers = [
             (weight(qkv, hidden), weight(hidden, heads.q * heads.dim), weight(2 * inner, hidden), weight(hidden, inner))
             for _ in range(layers)
         ]
-        self.head = weight(vocab, hidden)
-        self.bytes = 2 * (sum(w.numel() for layer in self.layers for w in layer) + self.head.numel())
+        self.plain = [*layers, (weight(vocab, hidden),)]
+        self.bytes = 2 * sum(w.numel() for layer in self.plain for w in layer)
+        orders = (RowOrder.HEADS, RowOrder.ROWS, RowOrder.GATE_UP, RowOrder.ROWS)
+        self.packed = [tuple(pack(w, o, heads.dim) for w, o in zip(layer, orders, strict=True)) for layer in layers]
+        self.packed.append((pack(self.plain[-1][0]),))
         angles = 6 * torch.rand(128, heads.dim // 2, device="cuda").repeat(1, 2)  # -> [128, dim]
         self.cos, self.sin = angles.cos().bfloat16(), angles.sin().bfloat16()
         self.cells = torch.arange(128, device="cuda")
         self.cache = torch.zeros(8, 16, 2, heads.kv, heads.dim, dtype=torch.bfloat16, device="cuda")
 
     def forward(self, x: torch.Tensor, ops: Any, **more: Any) -> torch.Tensor:
-        """x: [M, hidden] -> [M, vocab]; ops: an object with the four functions."""
+        """x: [M, hidden] -> [M, vocab]; ops: an object with the four functions, the twins' take plain weights."""
         rows = x.shape[0]
         cos, sin, sink = self.cos[:rows], self.sin[:rows], KVSink(self.cache, self.cells[:rows])
         stream = Stream(x, x.float().square().unflatten(-1, (-1, 16)).sum(-1))  # [M, hidden] -> [M, hidden / 16]
-        for qkv, out, gate_up, down in self.layers:
+        *layers, (head,) = self.plain if ops is TWINS else self.packed
+        for qkv, out, gate_up, down in layers:
             q, _, _ = ops.norm_qkv(stream, self.norm, qkv, self.heads, cos, sin, sink=sink, **more)
             stream = ops.linear_add(q.flatten(1), out, stream, **more)  # [M, q, d] -> [M, q d]
             inner = ops.norm_gate_up(stream, self.norm, gate_up, **more)
             stream = ops.linear_add(inner, down, stream, **more)
-        return ops.norm_linear(stream, self.norm, self.head, **more)
+        return ops.norm_linear(stream, self.norm, head, **more)
 
 
 TWINS = SimpleNamespace(
@@ -192,8 +231,14 @@ def chains(ceiling: float) -> list[dict[str, object]]:
                 ("PDL", Override()),
                 ("no PDL", Override(pdl=False)),
                 ("PDL, evict_first off", Override(evict_first=False)),
+                *((label(v), Override(variant=v)) for v in launch.variants(Epilogue.QKV, True)),
             ):
-                seconds = seconds_per_replay(functools.partial(chain.forward, x, skinny_gemm, override=override))
+                if override.variant and not rows <= 8 * override.variant.row_tiles <= max(8, 2 * rows):
+                    continue
+                try:
+                    seconds = seconds_per_replay(functools.partial(chain.forward, x, skinny_gemm, override=override))
+                except ValueError:
+                    continue  # a kernel that has not the registers for one of the products
                 rate = chain.bytes / seconds / 1e12
                 times[words] = seconds * 1e6
                 line += f" | {words} {seconds * 1e6:8.1f} us {rate:5.2f} TB/s {rate / ceiling:4.0%}"
@@ -207,7 +252,7 @@ def chains(ceiling: float) -> list[dict[str, object]]:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=("shapes", "chains"))
+    parser.add_argument("--only", choices=("shapes", "chains", "dependent"))
     parser.add_argument("--ceiling", type=float, default=4.55, help="TB/s of a pure read")
     args = parser.parse_args()
     began = time.monotonic()
@@ -216,10 +261,13 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}: kernels compiled and loaded in {time.monotonic() - began:.1f} s", flush=True
     )
     results = []
-    if args.only != "shapes":
-        results += chains(args.ceiling)
-    if args.only != "chains":
-        results += shapes(args.ceiling)
+    for name, work in (
+        ("chains", lambda: chains(args.ceiling)),
+        ("dependent", dependent),
+        ("shapes", lambda: shapes(args.ceiling)),
+    ):
+        if args.only in (None, name):
+            results += work()
     if out := os.environ.get("OUT"):
         with open(os.path.join(out, "skinny_gemm.json"), "w") as file:
             json.dump(results, file)

@@ -34,6 +34,7 @@ extern "C" long run(void (*function)(slipstream::Params), int grid, int threads,
     }
     long never_waited = 0;
     blockDim.x = threads;
+    gridDim.x = grid;
     lanes.resize(threads);
     for (auto& lane : lanes) lane.stack.resize(64 << 10);
     for (int block = 0; block < grid; ++block) {

@@ -32,22 +32,23 @@ class Emulator:
 
     def __init__(self, libraries: dict[Epilogue, ctypes.CDLL]) -> None:
         self._libraries = libraries
-        self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [weight rows, K / 8]
+        self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [tiles, K / 32, 64]
         self.faults = -1
         self.names: list[str] = []
         self.groups = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For the rest of a test, launches come here; the card is an sm_90."""
+        """For the rest of a test, launches come here; the card is an sm_90 with two SMs."""
         monkeypatch.setattr(cuda_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
         monkeypatch.setattr(cuda_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(cuda_launch, "_sms", lambda device: 2)
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
 
     def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Params) -> None:
         library = self._libraries[epilogue]
-        rows = params.N * (2 if epilogue == Epilogue.GATE_UP else 1)
-        reads = np.zeros(rows * params.K // 8, dtype=np.uint32)
+        tiles = params.tiles * (2 if epilogue in (Epilogue.GATE_UP, Epilogue.QKV) else 1)
+        reads = np.zeros((tiles, params.K // 32, 64), dtype=np.uint32)
         ranges = [params.x, params.x + 2 * ((params.M - 1) * params.x_stride + params.K)]
         if params.norm_weight:
             ranges += [params.norm_weight, params.norm_weight + 2 * params.K]
@@ -57,12 +58,12 @@ class Emulator:
             threads,
             shared_bytes,
             ctypes.byref(params),
-            ctypes.c_long(rows * params.K * 2),
+            ctypes.c_long(reads.size * 16),
             reads.ctypes.data_as(ctypes.c_void_p),
             (ctypes.c_void_p * len(ranges))(*ranges),
             len(ranges) // 2,
         )
-        self.reads = reads.reshape(rows, -1)
+        self.reads = reads
         self.names.append(name)
         self.groups = params.m_groups
 

@@ -18,10 +18,13 @@
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct float4 {
+    float x, y, z, w;
+};
 struct Index {
     unsigned x;
 };
-static Index threadIdx, blockIdx, blockDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 float shared[1 << 16];
 using std::min;
 
@@ -111,6 +114,12 @@ inline uint4 load_activation(const bf16* address) {
     return uint4{0, 0, 0, 0};
 }
 
+inline float4 load_sums(const float* address) {
+    if (reinterpret_cast<uintptr_t>(address) % 16) ++emulator::outside_reads;
+    if (!emulator::waited[threadIdx.x]) ++emulator::unwaited_reads;
+    return float4{address[0], address[1], address[2], address[3]};
+}
+
 inline float bits_to_float(uint32_t bits) {
     float v;
     memcpy(&v, &bits, 4);
@@ -127,6 +136,11 @@ inline uint32_t rounded(float v) {  // to nearest, ties to even
     return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
 }
 inline uint32_t pack_bf16(float low, float high) { return rounded(low) | rounded(high) << 16; }
+
+inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
+    return pack_bf16(bits_to_float(a << 16) * bits_to_float(b << 16),
+                     bits_to_float(a & 0xffff0000u) * bits_to_float(b & 0xffff0000u));
+}
 
 // Straight from the fragment tables of the PTX manual: A[r][k] lies with lane 4 (r % 8) + (k % 8) / 2 in register
 // (r / 8) + 2 (k / 8), B[k][c] with lane 4 c + (k % 8) / 2 in register k / 8; the lower half of a register is even k.

@@ -1,0 +1,88 @@
+"""Weights in the order in which the kernels read them: repacked once, when a model is loaded."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+
+class RowOrder(Enum):
+    """In which order the rows of a weight [N, K] stand in its packed form, in tiles of 16.
+
+    ROWS: as they are. GATE_UP: 16 gate rows, then the 16 up rows of the same index. HEADS: within each head 16 rows of
+    its first half, then the 16 that a rotation pairs with them. So what one CTA needs lies side by side.
+    """
+
+    ROWS = "rows"
+    GATE_UP = "gate_up"
+    HEADS = "heads"
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K] as the matrix unit takes it.
+
+    Args:
+        data: [tiles, K / 32, 2, 32, 8] bf16: of each tile of 16 rows and each chunk of 32 k, for lanes 4 g + t the 8
+            elements from k = 32 chunk + 8 t of row g, then those of row g + 8. Rows past the end are zero; the number
+            of tiles is even.
+        order: of the rows.
+        shape: (N, K).
+        head_dim: rows of a head (HEADS).
+    """
+
+    data: torch.Tensor
+    order: RowOrder
+    shape: tuple[int, int]
+    head_dim: int = 0
+
+
+def pack(weight: torch.Tensor, order: RowOrder = RowOrder.ROWS, head_dim: int = 0) -> PackedWeight:
+    """Args: weight: [N, K] bf16, K a multiple of 32; head_dim: with HEADS, a multiple of 32.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    n, k = weight.shape
+    if weight.dtype != torch.bfloat16 or n == 0 or k == 0 or k % 32:
+        raise ValueError(f"weight {weight.dtype} {tuple(weight.shape)}; expected bf16 [N, K], K a multiple of 32")
+    rows = _rows(order, n, head_dim).to(weight.device)  # [16 tiles]
+    data = weight.new_zeros(rows.shape[0] // 16, k // 32, 2, 8, 4, 8)
+    # [16 tiles, K] -> [tiles, half, g, chunk, t, 8] -> [tiles, chunk, half, g, t, 8]
+    source = weight.index_select(0, rows.clamp_min(0)).view(-1, 2, 8, k // 32, 4, 8).permute(0, 3, 1, 2, 4, 5)
+    data.copy_(source)
+    absent = (rows < 0).view(-1, 1, 2, 8, 1, 1)  # [16 tiles] -> [tiles, 1, half, g, 1, 1]
+    data.masked_fill_(absent, 0)
+    return PackedWeight(data.flatten(3, 4), order, (n, k), head_dim)  # [.., g, t, 8] -> [.., lane, 8]
+
+
+def unpack(packed: PackedWeight) -> torch.Tensor:
+    """The weight that was packed: [N, K]."""
+    n, k = packed.shape
+    rows = _rows(packed.order, n, packed.head_dim).to(packed.data.device)
+    # [tiles, chunk, half, lane, 8] -> [tiles, chunk, half, g, t, 8] -> [tiles, half, g, chunk, t, 8] -> [16 tiles, K]
+    data = packed.data.unflatten(3, (8, 4)).permute(0, 2, 3, 1, 4, 5).reshape(-1, k)
+    weight = data.new_empty(n, k)
+    weight[rows[rows >= 0]] = data[rows >= 0]
+    return weight
+
+
+def _rows(order: RowOrder, n: int, head_dim: int) -> torch.Tensor:
+    """Row of the weight at each packed row, -1 where there is none: [16 tiles] int64."""
+    if order is RowOrder.GATE_UP:
+        if n % 2:
+            raise ValueError(f"{n} gate and up rows; expected an even number")
+        gate = _padded(n // 2, 16).view(-1, 16)  # [tiles / 2, 16]
+        up = torch.where(gate < 0, -1, gate + n // 2)
+        return torch.stack((gate, up), 1).flatten()  # [tiles / 2, 2, 16] -> [16 tiles]
+    if order is RowOrder.HEADS:
+        if head_dim <= 0 or head_dim % 32 or n % head_dim:
+            raise ValueError(f"{n} rows in heads of {head_dim}; expected whole heads, their size a multiple of 32")
+        return torch.arange(n).view(-1, 2, head_dim // 32, 16).transpose(1, 2).flatten()  # [heads, 2, d / 32, 16]
+    return _padded(n, 32)
+
+
+def _padded(n: int, multiple: int) -> torch.Tensor:
+    """0 to n - 1, then -1 up to a multiple."""
+    rows = torch.arange(-(-n // multiple) * multiple)
+    return torch.where(rows < n, rows, -1)
