@@ -15,6 +15,7 @@ from slipstream.engine.layers.linear import unallocated
 from slipstream.engine.layers.quantized import quantise
 from slipstream.engine.model_config import ModelConfig, read_model_json
 from slipstream.engine.models.dense import DenseModel
+from slipstream.engine.packed_weights import pack_for_device
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
 _MODELS = dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM"), DenseModel)
@@ -33,7 +34,7 @@ def load_target(
     Args:
         directory: of the target.
         dtype: of the parameters.
-        device: where they go.
+        device: where they go. On a card, weights are packed for the kernels that will read them (packed_weights.py).
         parallel: the ranks that share the target; this one reads its own part.
 
     Raises SlipstreamError for an unknown architecture, a truncated or unreadable file, and for any tensor that is
@@ -62,6 +63,7 @@ def load_target(
     load_tensors(tensor_files(directory), shards, alias=_tied_head(config), derived=_DERIVED)
     while readers:  # one after the other: each frees what it read
         readers.pop().finish()
+    pack_for_device(model, device)
     return model.requires_grad_(False).eval()
 
 

@@ -113,11 +113,6 @@ def disarrange(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     return pack(rows[: weight.num_rows] - 8), _from_blocks(scales, weight.half)[: weight.num_rows].contiguous()
 
 
-def as_matrix(weight: torch.Tensor | Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """[N, K] of `dtype`, whatever the form; INT4 weights are rounded to it."""
-    return dequantise(*disarrange(weight)).to(dtype) if isinstance(weight, Int4Weight) else weight.to(dtype)
-
-
 def _to_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:
     """Rows [N, ...] in the order of the blocks: 16, and the 16 that lie `half` behind them."""
     segments = rows.shape[0] // (2 * half)

@@ -3,9 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.cuda.pack import PackedWeight, unpack
+from slipstream.kernels.dispatch import cuda_products, on_gpu
 from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.weight import Weight
 
 # oneDNN keeps one summation order for bf16 up to this many rows (measured; probed at start), then changes its blocking.
 _ROWS_PER_CALL = 32
@@ -14,13 +16,13 @@ _ROWS_PER_CALL = 32
 _MIN_ROWS = 4
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     """y = x W^T, the bits of each row independent of the number of rows.
 
     Args:
         x: [..., in_features], the dtype of `weight`.
         weight: [out_features, in_features]; a rank of a tensor-parallel group may hold none of either. An INT4 weight
-            goes to `int4_linear`.
+            goes to `int4_linear`, a packed one to its CUDA kernel, or is unpacked where that does not run.
 
     Returns:
         [..., out_features].
@@ -31,6 +33,13 @@ def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
         from slipstream.kernels.int4_linear import linear_int4  # not at the top: its twin is made of this function
 
         return linear_int4(x, weight)
+    if isinstance(weight, PackedWeight):
+        cuda = cuda_products(weight, x)
+        if cuda is None:
+            return linear(x, unpack(weight))
+        rows = x.reshape(-1, x.shape[-1])  # [..., in] -> [M, in]
+        packed_y: torch.Tensor = cuda.norm_linear(Stream(rows), None, weight)
+        return packed_y.view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
     if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
         return F.linear(x, weight)
     if not weight.numel():
@@ -39,8 +48,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
     if on_gpu(rows):
         from slipstream.kernels.gpu import norm_linear as gpu
 
-        out = gpu.norm_linear(Stream(rows), None, weight)
-        return out.view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
+        y = gpu.norm_linear(Stream(rows), None, weight)
+        return y.view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
     num_rows = rows.shape[0]
     if num_rows < _MIN_ROWS:
         return _few_rows(rows, weight).reshape(*x.shape[:-1], -1)  # [M, out] -> [..., out]

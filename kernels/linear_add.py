@@ -2,13 +2,13 @@
 
 import torch
 
-from slipstream.kernels.dispatch import on_gpu
-from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.dispatch import cuda_products, triton_product
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.weight import Weight
 
 
-def linear_add(x: torch.Tensor, weight: torch.Tensor | Int4Weight, stream: Stream) -> Stream:
+def linear_add(x: torch.Tensor, weight: Weight, stream: Stream) -> Stream:
     """The stream with x W^T added; the product is rounded to the dtype of `weight` before the add.
 
     Args:
@@ -16,7 +16,9 @@ def linear_add(x: torch.Tensor, weight: torch.Tensor | Int4Weight, stream: Strea
         weight: [h, K].
         stream: M rows of width h; left as it is.
     """
-    if isinstance(weight, torch.Tensor) and on_gpu(x) and weight.numel():
+    if cuda := cuda_products(weight, x):
+        return cuda.linear_add(x, weight, stream)
+    if triton_product(weight, x):
         from slipstream.kernels.gpu import linear_add as gpu
 
         return gpu.linear_add(x, weight, stream)

@@ -2,14 +2,14 @@
 
 import torch
 
-from slipstream.kernels.dispatch import on_gpu
-from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.dispatch import cuda_products, triton_product
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.silu_mul import silu_mul
 from slipstream.kernels.stream import Norm, Stream
+from slipstream.kernels.weight import Weight
 
 
-def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
+def norm_gate_up(stream: Stream, norm: Norm, weight: Weight) -> torch.Tensor:
     """silu(g) * u with [g; u] = norm(x) W^T; g and u are rounded to the dtype of `weight` first.
 
     Args:
@@ -20,7 +20,9 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: torch.Tensor | Int4Weight) 
     Returns:
         [M, I].
     """
-    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
+    if cuda := cuda_products(weight, stream.rows):
+        return cuda.norm_gate_up(stream, norm, weight)
+    if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_gate_up as gpu
 
         return gpu.norm_gate_up(stream, norm, weight)

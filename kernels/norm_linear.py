@@ -2,14 +2,14 @@
 
 import torch
 
-from slipstream.kernels.dispatch import on_gpu
-from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.dispatch import cuda_products, triton_product
 from slipstream.kernels.linear import linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.stream import Norm, Stream
+from slipstream.kernels.weight import Weight
 
 
-def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor | Int4Weight) -> torch.Tensor:
+def norm_linear(stream: Stream, norm: Norm | None, weight: Weight) -> torch.Tensor:
     """y = norm(x) W^T.
 
     Args:
@@ -20,7 +20,9 @@ def norm_linear(stream: Stream, norm: Norm | None, weight: torch.Tensor | Int4We
     Returns:
         [M, N].
     """
-    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
+    if cuda := cuda_products(weight, stream.rows):
+        return cuda.norm_linear(stream, norm, weight)
+    if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_linear as gpu
 
         return gpu.norm_linear(stream, norm, weight)

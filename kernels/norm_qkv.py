@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.dispatch import on_gpu
-from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.dispatch import cuda_products, triton_product
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.rms_norm import rms_norm
 from slipstream.kernels.rotary import apply_rotary
 from slipstream.kernels.stream import Norm, Stream
+from slipstream.kernels.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class KVSink:
 def norm_qkv(
     stream: Stream,
     norm: Norm | None,
-    weight: torch.Tensor | Int4Weight,
+    weight: Weight,
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -59,7 +59,9 @@ def norm_qkv(
     Returns:
         (q [M, q, dim], k [M, kv, dim], v [M, kv, dim]); k and v are None where they went to the sink.
     """
-    if isinstance(weight, torch.Tensor) and on_gpu(stream.rows) and weight.numel():
+    if cuda := cuda_products(weight, stream.rows):
+        return cuda.norm_qkv(stream, norm, weight, heads, cos, sin, q_norm, k_norm, sink)
+    if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_qkv as gpu
 
         return gpu.norm_qkv(stream, norm, weight, heads, cos, sin, q_norm, k_norm, sink)

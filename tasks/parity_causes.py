@@ -11,9 +11,9 @@ from slipstream.engine.models import TargetModel
 from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.tensor_parallel import TensorParallel
-from slipstream.kernels.int4 import as_matrix
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.weight import as_matrix
 from slipstream.tasks.parity_capture import CapturedRows, SlotRows
 
 EXPECTED_COSINE = 0.99

@@ -18,6 +18,7 @@ from slipstream.engine.tensor_parallel import AllReduce, Cut, Shard, TensorParal
 from slipstream.kernels.linear_add import linear_add
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.stream import Norm, Stream
+from slipstream.kernels.weight import as_matrix
 
 _device: ContextVar[str | None] = ContextVar("device of new weights", default=None)
 
@@ -33,7 +34,11 @@ def unallocated() -> Iterator[None]:
 
 
 class Linear(nn.Module):
-    """y = norm(x) W^T, no bias. weight: [out_features, in_features]; an `Int4Weight` if layers/quantized.py put one."""
+    """y = norm(x) W^T, no bias. weight: [out_features, in_features].
+
+    It is a parameter until a model is loaded. Then layers/quantized.py may have put an `Int4Weight` there, and
+    packed_weights.py a `PackedWeight`: forms that every op takes as it takes a tensor.
+    """
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -44,9 +49,13 @@ class Linear(nn.Module):
         y = norm_linear(Stream(x.reshape(-1, x.shape[-1])), norm, self.weight)  # [..., in] -> [M, in] -> [M, out]
         return y.view(*x.shape[:-1], y.shape[-1])  # [M, out] -> [..., out]
 
+    def matrix(self) -> torch.Tensor:
+        """[out_features, in_features]: the parameter's own memory, or a copy of a weight in another form."""
+        return as_matrix(self.weight.data if isinstance(self.weight, nn.Parameter) else self.weight)
+
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name below this layer -> where it goes."""
-        return {"weight": Shard.whole(self.weight.data)}
+        """Checkpoint name below this layer -> where it goes; of a weight in another form, a copy to be read only."""
+        return {"weight": Shard.whole(self.matrix())}
 
 
 class ColumnParallelLinear(Linear):
@@ -62,7 +71,7 @@ class ColumnParallelLinear(Linear):
         self.cut = cut
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": Shard.of(self.weight.data, 0, self.cut)}
+        return {"weight": Shard.of(self.matrix(), 0, self.cut)}
 
 
 class MergedColumnParallelLinear(Linear):
@@ -89,7 +98,8 @@ class MergedColumnParallelLinear(Linear):
 
     def shards(self) -> dict[str, Shard]:
         """Part name -> where it goes."""
-        return {n: Shard.of(self.weight.data[rows], 0, self.cuts[n]) for n, rows in self.part_slices().items()}
+        matrix = self.matrix()
+        return {n: Shard.of(matrix[rows], 0, self.cuts[n]) for n, rows in self.part_slices().items()}
 
 
 class RowParallelLinear(Linear):
@@ -119,4 +129,4 @@ class RowParallelLinear(Linear):
         return Stream(stream.rows + self.reduce(self.partial(x)))
 
     def shards(self) -> dict[str, Shard]:
-        return {"weight": Shard.of(self.weight.data, 1, self.cut)}
+        return {"weight": Shard.of(self.matrix(), 1, self.cut)}

@@ -16,9 +16,11 @@ from slipstream.engine.layers import (
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
+from slipstream.kernels.cuda.pack import PackedWeight
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.paged_attention import AttentionRows
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.weight import Weight
 
 
 class DenseLayer(nn.Module):
@@ -81,6 +83,7 @@ class DenseModel(nn.Module):
         self.lm_head = None
         if not c.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(vocabulary), dtype=dtype)
+        self.packed_head: PackedWeight | None = None  # of a tied head, beside the table (engine/packed_weights.py)
         self.gather_vocabulary = GatherVocabulary(vocabulary, self.parallel)
         self.rotary = RotaryEmbedding(c.head_dim, c.max_position, c.rope_theta, c.rope_scaling, dtype=dtype)
 
@@ -113,9 +116,17 @@ class DenseModel(nn.Module):
         return self.norm(last)
 
     @property
-    def head_weight(self) -> torch.Tensor:
-        """[V, h]; this rank's rows of it where there are several."""
-        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+    def tied_head(self) -> torch.Tensor | None:
+        """The embedding's table [V, h], where it is the head's weight, too."""
+        return self.embed_tokens.weight if self.lm_head is None else None
+
+    @property
+    def head_weight(self) -> Weight:
+        """[V, h] in the form that products read; this rank's rows of it where there are several."""
+        if self.lm_head is not None:
+            head: Weight = self.lm_head.weight
+            return head
+        return self.embed_tokens.weight if self.packed_head is None else self.packed_head
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]."""

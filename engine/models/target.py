@@ -9,6 +9,7 @@ import torch
 from slipstream.engine.kv_cache import KVCache, PagedKV
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.kernels.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class TargetModel(Protocol):
         """Slot N [..., h] -> what the head reads, [..., h]."""
 
     @property
-    def head_weight(self) -> torch.Tensor:
-        """[V, h]; this rank's rows of it where there are several."""
+    def head_weight(self) -> Weight:
+        """[V, h] in the form that products read; this rank's rows of it where there are several."""
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]: final norm, then head."""

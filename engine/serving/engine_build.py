@@ -28,6 +28,7 @@ from slipstream.engine.kv_room import room_for
 from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.dense import DenseModel
+from slipstream.engine.packed_weights import describe, products_for
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.stats import EngineStats
@@ -77,6 +78,10 @@ def build_engine(
         )
     config = options.engine_config(device)
     clock = _StartClock()
+    if device == "cuda":
+        phase("compiling the matrix products")
+        products_for(device)
+        clock.part("compile matrix products")
     phase("loading the target")
     with room_for("the target's weights"):
         target = load_target(options.target, options.dtype, device, parallel)
@@ -155,7 +160,7 @@ class _StartClock:
 
 def probe_model(target: DenseModel, draft: Eagle3Network | None) -> RowInvariance:
     """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
-    if target.head_weight.is_cuda:
+    if target.embed_tokens.weight.is_cuda:
         return RowInvariance(True, ON_GPU)
     weights = {tuple(target.head_weight.shape)}
     for network in (target, draft):
@@ -232,6 +237,11 @@ def effective_settings(
         "device_name": device_name(config.device),
         "graphs": engine.steps.describe(),
         "rounds_in_flight": config.in_flight,
+        "matrix_products": describe(
+            products_for(config.device),
+            engine.target if isinstance(engine.target, DenseModel) else None,
+            proposer.network if isinstance(proposer, Eagle3Proposer) else None,
+        ),
         "start_seconds": dict(start_seconds),
         "max_context_tokens": config.max_context_tokens,
         "max_running_requests": config.max_running_requests,

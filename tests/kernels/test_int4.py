@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slipstream.kernels.int4 import arrange, as_matrix, dequantise, disarrange, pack, unpack
+from slipstream.kernels.int4 import arrange, dequantise, disarrange, pack, unpack
 from slipstream.kernels.linear import linear
+from slipstream.kernels.weight import as_matrix
 
 
 def random_weight(num_rows: int, features: int, group: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
 from slipstream.engine.loader import known_forms, parameter_shards
+from slipstream.engine.packed_weights import pack_for_device
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
 WEIGHTS = "model.safetensors"
@@ -135,7 +136,7 @@ def save_draft(
     check_vocabulary(own, config.vocab_size, config.draft_vocab_size, where="the trained draft", skip=skip)
     directory.mkdir(parents=True, exist_ok=True)
     write_atomic(directory / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    write_configs(directory, config, record, str(network.fc.weight.dtype if dtype is None else dtype).split(".")[-1])
+    write_configs(directory, config, record, str(tensors["fc.weight"].dtype).split(".")[-1])
 
 
 def load_draft(
@@ -154,7 +155,8 @@ def load_draft(
         directory: see the head of this file.
         dtype: of the parameters; None is that of the file.
         target_embedding: [V, h] (this rank's rows of it), for a draft that leaves its embedding to the target's or
-            holds a copy of it. The draft is loaded to its device, without one to the CPU.
+            holds a copy of it. The draft is loaded to its device, without one to the CPU; on a card its weights are
+            packed as the target's are.
         slots, target_num_layers: for a draft without slipstream.json.
         parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.
@@ -168,7 +170,7 @@ def load_draft(
         value = json.loads((directory / CONFIG).read_text())
         dtype = getattr(torch, value.get("dtype") or value.get("torch_dtype") or "float32")
     with known_forms(directory / CONFIG, "use another draft"):
-        return from_tensors(
+        network = from_tensors(
             config,
             tensors,
             dtype,
@@ -177,6 +179,8 @@ def load_draft(
             parallel=parallel,
             skip=skip,
         )
+    pack_for_device(network, network.d2t.device)
+    return network
 
 
 def read_tensors(directory: Path) -> dict[str, torch.Tensor]:
