@@ -278,6 +278,7 @@ def start(
     PREFETCH: tl.constexpr,
     WARPS: tl.constexpr,
     PDL: tl.constexpr,
+    SETTLES: tl.constexpr = False,
 ):
     """Let the next kernel start, ask for weights, and wait for the kernel before: what a caller reads of rows or state
     it reads behind this call, and before `finish`, whose work the loads then hide behind.
@@ -286,7 +287,8 @@ def start(
     """
     w0, w1, constants = (0,), (0,), (0,)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not SETTLES:
+            tl.extra.cuda.gdc_launch_dependents()
     if PREFETCH > 0:
         prefetch(w_ptr, n0, K, PREFETCH, 32 * WARPS)
         if PAIRED:
@@ -299,6 +301,8 @@ def start(
             constants = resident_norm(norm_ptr, K, SPLIT)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        if SETTLES:  # the next kernel finds all done that came before this one (launch.py)
+            tl.extra.cuda.gdc_launch_dependents()
     return w0, w1, constants
 
 

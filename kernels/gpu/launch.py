@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,22 +29,43 @@ def pdl_enabled() -> bool:
     return not INTERPRET and capability() >= 90 and os.environ.get("SLIPSTREAM_PDL", "1") != "0"
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 1, **arguments: Any) -> None:
+class _Before(threading.local):
+    settles = False
+
+
+_before = _Before()  # what this thread launched last
+
+
+def settled() -> bool:
+    """Whether a kernel launched now finds, before its `gdc_wait`, all done but the kernel that was launched last.
+
+    It does where that one lets its successor start only after its own wait (`settles`). A kernel of torch's between
+    the two changes nothing: it starts when all before it is done, and the next one when it ends.
+    """
+    return _before.settles
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 1, settles: bool = False, **arguments: Any
+) -> None:
     """Run a kernel of the decode path: the one place that passes PDL on (tests put a compiler in its place).
 
     Args:
         kernel: a `@triton.jit` function with a constexpr `PDL`.
         grid: programs.
         num_warps, num_stages: Triton's launch options.
+        settles: the kernel calls `gdc_launch_dependents` after its `gdc_wait`, not before.
         arguments: all others of the kernel, by name.
     """
-    _run(kernel, grid, {**arguments, "PDL": pdl_enabled()}, {"num_warps": num_warps, "num_stages": num_stages})
+    # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs
+    # on what stands around them, so that the same line gave other bits in a loop than outside of it.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    _run(kernel, grid, {**arguments, "PDL": pdl_enabled()}, options)
+    _before.settles = settles
 
 
 def _launch_now(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs
-    # on what stands around them, so that the same line gave other bits in a loop than outside of it.
-    kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"], enable_fp_fusion=False)
+    kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"])
 
 
 _run: Callable[[Any, tuple[int, ...], dict[str, Any], dict[str, Any]], None] = _launch_now

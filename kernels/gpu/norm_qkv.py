@@ -80,7 +80,7 @@ def _norm_qkv_kernel(
     head = tl.program_id(1) // PARTS_OF_HALF
     n = (tl.program_id(1) % PARTS_OF_HALF) * BLOCK_N + tl.arange(0, BLOCK_N)
     nw = head * (2 * HALF) + tl.minimum(n, HALF - 1)
-    held = start(w_ptr, nw, nw + HALF, norm_ptr, K, BLOCK_K, SPLIT, True, NORM, PREFETCH, WARPS, PDL)
+    held = start(w_ptr, nw, nw + HALF, norm_ptr, K, BLOCK_K, SPLIT, True, NORM, PREFETCH, WARPS, PDL, True)
     # Both halves of a head side by side: [n, m, 2].
     d = n[:, None, None] + (tl.arange(0, 2) * HALF)[None, None, :]  # [n, 1, 2]
     inside = (m < num_rows)[None, :, None] & (n < HALF)[:, None, None]
@@ -151,6 +151,7 @@ def norm_qkv(
         tile,
         (heads.q + 2 * heads.kv) * parts_of_half,
         paired=True,
+        settles=True,
         cos_ptr=cos.contiguous(),
         sin_ptr=sin.contiguous(),
         q_norm_ptr=None if q_norm is None else q_norm.weight,

@@ -10,32 +10,58 @@ What a row does not see (keys behind its position, before its window) gives it m
 tiles which are there for other rows of the tile leave it as it is.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu.gemm import pinned
+from slipstream.kernels.gpu.tiles import SHARED_BYTES, architecture
 
 FAN = 8
-# Programs of a launch: about two waves of 132 multiprocessors. Bits do not depend on it.
-PROGRAMS = 264
-# Whole groups are handed out as soon as they keep a third of the programs busy.
-_WIDE = 3
 LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
 
 
 @dataclass(frozen=True)
 class Tile:
-    """keys: tokens of a tile; rows: query rows of a program, at most."""
+    """keys: tokens of a tile; rows: query rows of a program, at most; warps: of a program. All three touch bits."""
 
     keys: int
     rows: int
+    warps: int = 8
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a launch hands its work out. Bits do not depend on it.
+
+    Args:
+        programs: of a launch, about: a wave of 132 multiprocessors.
+        wide: whole groups are handed out as soon as they keep 1 / wide of the programs busy,
+        whole: and while a request has at most so many tiles: one program then does them all, and nobody waits.
+        early: tiles that a program has in its registers before it waits for the kernel before.
+        stages: of the pipeline that loads the others; one fewer tiles lie in shared memory.
+        settles: the kernel lets the next one start only when those before it are done (launch.py); else at once.
+    """
+
+    programs: int = 132
+    wide: int = 3
+    whole: int = 2
+    early: int = 2
+    stages: int = 3
+    settles: bool = False
+
+
+_CUT = Cut()
 # By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
-_TILES = {64: Tile(128, 32), 128: Tile(64, 32), 256: Tile(32, 16)}
+_TILES = {64: Tile(256, 32), 128: Tile(128, 32), 256: Tile(64, 16)}
+
+
+def usual_cut() -> Cut:
+    """The cut for the card at hand: sm_120 has too little shared memory for a third stage."""
+    return _CUT if SHARED_BYTES[architecture()] > 144 * 1024 else replace(_CUT, stages=2)
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -44,7 +70,7 @@ def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
     if padded not in _TILES:
         raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
     tile = _TILES[padded]
-    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 4), 16)
+    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 8), 16, 4)
 
 
 @triton.jit
@@ -58,6 +84,65 @@ def _merge(m, l, acc, m2, l2, acc2):  # noqa: E741
     b = tl.broadcast_to(b[:, None], acc2.shape)  # [M] -> [M, D]
     acc = tl.fma(acc2, b, acc * a[:, None])
     return top, l, acc
+
+
+@triton.jit
+def _cells(cache_ptr, block, token, cell_stride, BLOCK_BITS: tl.constexpr):
+    """Where the key of each token lies, given its block."""
+    return cache_ptr + ((block << BLOCK_BITS) + (token & (1 << BLOCK_BITS) - 1)) * cell_stride
+
+
+@triton.jit
+def _early_cells(
+    cache_ptr, table_ptr, table_width, program, start, keys, cell_stride, EARLY: tl.constexpr, T: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+):  # fmt: skip
+    """Cells of the tiles from `start` on, [T] each. Nearly always `start` is `program`: so that blocks need not come
+    after the positions, from which `start` follows, those of that guess are asked for at once."""
+    blocks, cells = (), ()
+    for i in tl.static_range(EARLY):
+        token = (program + i) * T + keys
+        inside = token < table_width << BLOCK_BITS
+        block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=inside, other=0, cache_modifier=".cg")
+        blocks = blocks + (block,)  # type: ignore[assignment] # noqa: RUF005
+    for i in tl.static_range(EARLY):
+        token = (start + i) * T + keys
+        missed = (token < table_width << BLOCK_BITS) & (start != program)
+        block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=missed, other=blocks[i], cache_modifier=".cg")
+        cells = cells + (_cells(cache_ptr, block, token, cell_stride, BLOCK_BITS),)  # type: ignore[assignment] # noqa: RUF005
+    return cells
+
+
+@triton.jit
+def _early_load(cells, offset, token, low, high, held, dims, others, EARLY: tl.constexpr, T: tl.constexpr):
+    """Of each tile, what lies `offset` behind the cells of tokens low..high, [T, D]; elsewhere `others`."""
+    loaded = ()
+    for i in tl.static_range(EARLY):
+        used = (token + i * T >= low) & (token + i * T <= high)
+        at = cells[i][:, None] + offset + dims[None, :]
+        x = tl.load(at, mask=used[:, None] & held[None, :], other=others[i], cache_modifier=".cg")
+        loaded = loaded + (x,)  # type: ignore[assignment] # noqa: RUF005
+    return loaded
+
+
+@triton.jit
+def _attend(
+    m, l, acc, q, k, v, token, position, window, scale, M: tl.constexpr, T: tl.constexpr, WINDOWED: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The partial (m, l, acc) followed by what the rows get from one tile."""
+    if UPCAST:
+        k, v = k.to(tl.float32), v.to(tl.float32)
+    s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, D] x [D, T] -> [M, T]
+    seen = token[None, :] <= position[:, None]
+    if WINDOWED:
+        seen = seen & (token[None, :] > position[:, None] - window)
+    s = tl.where(seen, s, float("-inf"))
+    top = tl.max(s, 1) * scale
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p = tl.exp2(tl.fma(s, tl.full([M, T], 1.0, tl.float32) * scale, tl.broadcast_to(-safe[:, None], [M, T])))
+    mixed = tl.dot(p.to(v.dtype), v, input_precision="ieee")  # [M, T] x [T, D] -> [M, D]
+    return _merge(m, l, acc, top, tl.sum(p, 1), mixed)
 
 
 # Numbers that differ between batches, lengths of tables and K, and need no kernel of their own.
@@ -93,13 +178,22 @@ def _decode(
     T_BITS: tl.constexpr,
     FAN_BITS: tl.constexpr,
     WIDE: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EARLY: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    SETTLED: tl.constexpr,
+    SETTLES: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     T: tl.constexpr = 1 << T_BITS
     FAN: tl.constexpr = 1 << FAN_BITS
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        if not SETTLES:
+            tl.extra.cuda.gdc_launch_dependents()
+        if not SETTLED:
+            tl.extra.cuda.gdc_wait()
     program, num_programs, pair, request = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
     kv_head = pair % KV_HEADS
     pair_of_all = (request * tl.num_programs(1) + pair).to(tl.int64)
@@ -118,14 +212,15 @@ def _decode(
     counters_ptr += pair_of_all * slots
     acc_cells = tl.arange(0, M)[:, None] * D + dims[None, :]  # [M, D], inside a slot; then m [M], then l [M]
     ml_cells = M * D + tl.arange(0, M)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
 
-    position = tl.load(positions_ptr + request.to(tl.int64) * positions_stride + row, mask=real, other=-1).to(tl.int32)
-    q_cell = q_ptr + q_cells[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dims[None, :]
-    q = tl.load(q_cell, mask=real[:, None] & held[None, :], other=0.0)  # [M, D]
-    if UPCAST:
-        q = q.to(tl.float32)
+    # Written before this launch's predecessor began: positions, tables, and all cells but those of the rows themselves.
+    # They are read past the L1 cache, which may hold what lay there before.
+    all_rows = tl.arange(0, ROWS)
+    at_all = positions_ptr + request.to(tl.int64) * positions_stride + all_rows
+    of_all = tl.load(at_all, mask=all_rows < num_rows, other=-1, cache_modifier=".cg").to(tl.int32)
+    at = positions_ptr + request.to(tl.int64) * positions_stride + row
+    position = tl.load(at, mask=real, other=-1, cache_modifier=".cg").to(tl.int32)
+    fresh = tl.min(tl.where(of_all >= 0, of_all, 0x7FFFFFFF), 0)  # where the rows' own cells begin
     high = tl.max(position, 0)
     low = 0
     if WINDOWED:
@@ -133,35 +228,59 @@ def _decode(
     first, last = low >> T_BITS, tl.maximum(high, 0) >> T_BITS
     # The unit of work: a tile, or a group of FAN tiles.
     wide = ((last >> FAN_BITS) - (first >> FAN_BITS) + 1) * WIDE >= num_programs
+    wide = wide | (last - first < WHOLE)
     unit_bits = tl.where(wide, FAN_BITS, 0)
     room_of_units = tl.where(wide, group_slots, tile_slots)
     first_slot = tl.where(wide, tile_slots, 0)
 
-    for unit in range((first >> unit_bits) + program, (last >> unit_bits) + 1, num_programs):
-        m = tl.full([M], float("-inf"), tl.float32)
-        l = tl.zeros([M], tl.float32)  # noqa: E741
-        acc = tl.zeros([M, D], tl.float32)
-        start, stop = tl.maximum(unit << unit_bits, first), tl.minimum((unit + 1) << unit_bits, last + 1)
-        for tile in tl.range(start, stop, num_stages=2):
+    # The program's first tiles, into registers: all their bytes are on the way before the kernel waits.
+    unit = (first >> unit_bits) + program
+    start, stop = tl.maximum(unit << unit_bits, first), tl.minimum((unit + 1) << unit_bits, last + 1)
+    cells = _early_cells(
+        cache_ptr, table_ptr, table_width, program, start, keys, cell_stride, EARLY, T, BLOCK_BITS
+    )  # fmt: skip
+    mine = tl.minimum(high, stop * T - 1)  # the last token of this unit
+    nothing = (0.0,) * EARLY
+    from_start = start * T + keys
+    old = tl.minimum(mine, fresh - 1)
+    ks = _early_load(cells, 0, from_start, low, old, held, dims, nothing, EARLY, T)
+    vs = _early_load(cells, KV_HEADS * HEAD_DIM, from_start, low, old, held, dims, nothing, EARLY, T)
+    if PDL:
+        if SETTLED:
+            tl.extra.cuda.gdc_wait()
+        if SETTLES:
+            tl.extra.cuda.gdc_launch_dependents()
+    q_cell = q_ptr + q_cells[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dims[None, :]
+    q = tl.load(q_cell, mask=real[:, None] & held[None, :], other=0.0)  # [M, D]
+    if UPCAST:
+        q = q.to(tl.float32)
+    new = tl.maximum(low, fresh)
+    ks = _early_load(cells, 0, from_start, new, mine, held, dims, ks, EARLY, T)
+    vs = _early_load(cells, KV_HEADS * HEAD_DIM, from_start, new, mine, held, dims, vs, EARLY, T)
+
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)  # noqa: E741
+    acc = tl.zeros([M, D], tl.float32)
+    for i in tl.static_range(EARLY):
+        if start + i < stop:
+            m, l, acc = _attend(  # noqa: E741
+                m, l, acc, q, pinned(ks[i]), pinned(vs[i]), from_start + i * T, position, window, scale,
+                M, T, WINDOWED, UPCAST,
+            )  # fmt: skip
+    start += EARLY
+    while unit <= last >> unit_bits:
+        for tile in tl.range(start, stop, num_stages=STAGES):
             token = tile * T + keys
-            block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=token < table_width << BLOCK_BITS, other=0)
-            cell = cache_ptr + ((block << BLOCK_BITS) + (token & (1 << BLOCK_BITS) - 1)) * cell_stride
+            inside = token < table_width << BLOCK_BITS
+            block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=inside, other=0)
+            cell = _cells(cache_ptr, block, token, cell_stride, BLOCK_BITS)
             used = (token >= low) & (token <= high)
             mask = used[:, None] & held[None, :]
             k = tl.load(cell[:, None] + dims[None, :], mask=mask, other=0.0)  # [T, D]
             v = tl.load(cell[:, None] + (KV_HEADS * HEAD_DIM) + dims[None, :], mask=mask, other=0.0)
-            if UPCAST:
-                k, v = k.to(tl.float32), v.to(tl.float32)
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [M, T]
-            seen = token[None, :] <= position[:, None]
-            if WINDOWED:
-                seen = seen & (token[None, :] > position[:, None] - window)
-            s = tl.where(seen, s, float("-inf"))
-            top = tl.max(s, 1) * scale
-            safe = tl.where(top == float("-inf"), 0.0, top)
-            p = tl.exp2(tl.fma(s, tl.full([M, T], 1.0, tl.float32) * scale, tl.broadcast_to(-safe[:, None], [M, T])))
-            mixed = tl.dot(p.to(v.dtype), v, input_precision="ieee")  # [M, D]
-            m, l, acc = _merge(m, l, acc, top, tl.sum(p, 1), mixed)  # noqa: E741
+            m, l, acc = _attend(  # noqa: E741
+                m, l, acc, q, k, v, token, position, window, scale, M, T, WINDOWED, UPCAST
+            )  # fmt: skip
 
         # Up the tree, for as long as this program completes the node that its own belongs to.
         node, low_node, high_node = unit, first >> unit_bits, last >> unit_bits
@@ -198,8 +317,13 @@ def _decode(
             low_node, high_node = low_node >> FAN_BITS, high_node >> FAN_BITS
         if alive == 1:
             inverse = 1.0 / tl.where(l == 0.0, 1.0, l)  # a padding row saw nothing: zeros
-            cells = out_ptr + ((q_cells * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + dims[None, :]
-            tl.store(cells, acc * inverse[:, None], mask=real[:, None] & held[None, :])
+            out_cells = out_ptr + ((q_cells * KV_HEADS * GROUP + head) * HEAD_DIM)[:, None] + dims[None, :]
+            tl.store(out_cells, acc * inverse[:, None], mask=real[:, None] & held[None, :])
+        unit += num_programs
+        start, stop = tl.maximum(unit << unit_bits, first), tl.minimum((unit + 1) << unit_bits, last + 1)
+        m = tl.full([M], float("-inf"), tl.float32)
+        l = tl.zeros([M], tl.float32)  # noqa: E741
+        acc = tl.zeros([M, D], tl.float32)
 
 
 @dataclass(frozen=True)
@@ -215,14 +339,14 @@ class _Split:
     slots: int
 
     @staticmethod
-    def of(batch: int, folded: int, kv_heads: int, context: int, tile: Tile, programs: int) -> "_Split":
+    def of(batch: int, folded: int, kv_heads: int, context: int, tile: Tile, cut: Cut) -> "_Split":
         """folded: rows x query heads of a KV head; context: tokens that the block table can hold."""
         rows = min(tile.rows, max(16, triton.next_power_of_2(folded)))
         row_blocks = triton.cdiv(folded, rows)
         tiles = triton.cdiv(context, tile.keys)
-        each = max(1, min(tiles, triton.cdiv(programs, batch * kv_heads * row_blocks)))
+        each = max(1, min(tiles, triton.cdiv(cut.programs, batch * kv_heads * row_blocks)))
         # Single tiles are handed out only while their groups are too few for the programs.
-        tile_slots = min(tiles, FAN * ((each - 1) // _WIDE))
+        tile_slots = min(tiles, FAN * ((each - 1) // cut.wide))
         group_slots = tiles // FAN + 2
         slots, room, top = tile_slots + group_slots, group_slots, (tiles - 1) // FAN
         while top > 0:  # n nodes in a row have at most n // FAN + 2 parents; up to the level of a single node
@@ -289,7 +413,7 @@ def prepare(
     tile, padded = tile_of(head_dim, dtype), max(64, triton.next_power_of_2(head_dim))
     device = torch.empty(0, device=device).device  # with its index
     for batch in batches:
-        split = _Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, PROGRAMS)
+        split = _Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut())
         _reserve(device, batch, kv_heads, split, padded)
 
 
@@ -300,7 +424,7 @@ def paged_attention(
     positions: torch.Tensor,
     scale: float,
     window: int | None = None,
-    programs: int = PROGRAMS,
+    cut: Cut | None = None,
 ) -> torch.Tensor:
     """Decode and verify rows.
 
@@ -311,7 +435,7 @@ def paged_attention(
         positions: [B, R] int64; -1 marks padding, which gives zeros.
         scale: multiplied onto q.k; above 0.
         window: positions that a row sees, itself included; None: all.
-        programs: of the launch, about; changes no bits.
+        cut: None: the usual one. Changes no bits.
 
     Returns:
         [B, R, heads, head_dim].
@@ -319,17 +443,19 @@ def paged_attention(
     batch, num_rows, heads, head_dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     check(q, cache, block_table, scale, window)
+    cut = cut or usual_cut()
     q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     padded = max(64, triton.next_power_of_2(head_dim))
     tile, group, width = tile_of(head_dim, q.dtype), heads // kv_heads, block_table.shape[1]
-    split = _Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, programs)
+    split = _Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, cut)
     workspace = _reserve(q.device, batch, kv_heads, split, padded)
     out = torch.empty((batch, num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     launch.launch(
         _decode,
         (split.programs, kv_heads * split.row_blocks, batch),
-        num_warps=4,
+        num_warps=tile.warps,
+        settles=cut.settles,
         q_ptr=q,
         q_stride=q.stride(1),
         cache_ptr=cache,
@@ -356,7 +482,13 @@ def paged_attention(
         M=split.rows,
         T_BITS=split.keys.bit_length() - 1,
         FAN_BITS=FAN.bit_length() - 1,
-        WIDE=_WIDE,
+        WIDE=cut.wide,
+        WHOLE=cut.whole,
+        EARLY=cut.early,
+        STAGES=cut.stages,
+        ROWS=triton.next_power_of_2(num_rows),
+        SETTLED=launch.settled(),
+        SETTLES=cut.settles,
         UPCAST=launch.INTERPRET,
     )
     return out

@@ -71,7 +71,7 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
     paged: ModuleType, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among 2 to 16 rows, beside other requests, with padding, split in other ways, without dependent launch."""
-    from slipstream.kernels.gpu.paged_attention import paged_attention
+    from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
 
     heads, kv_heads, head_dim = shape
     for seed in SEEDS:
@@ -82,8 +82,8 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
         positions = paged.rows_at(starts, 16, "cuda")
         q = case.queries(positions, heads)
 
-        def attend(b: slice, r: slice, at: torch.Tensor = positions, programs: int = 264, case=case, q=q, w=window):  # type: ignore[no-untyped-def]
-            return paged_attention(q[b, r], case.cache, case.table[b], at[b, r], 0.1, w, programs)
+        def attend(b: slice, r: slice, at: torch.Tensor = positions, cut: Cut | None = None, case=case, q=q, w=window):  # type: ignore[no-untyped-def]
+            return paged_attention(q[b, r], case.cache, case.table[b], at[b, r], 0.1, w, cut)
 
         everything = slice(None)
         for b in range(3):
@@ -94,8 +94,8 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
                 assert torch.equal(attend(request, slice(16 - count, 16)), alone[:, 16 - count :]), (seed, b, count)
             assert torch.equal(attend(everything, everything)[request], alone), (seed, b)
             assert torch.equal(attend(everything, slice(3, 4))[request], alone[:, 3:4]), (seed, b)
-            for programs in (1, 40, 5000):
-                assert torch.equal(attend(request, slice(0, 4), programs=programs), alone[:, :4]), (seed, b, programs)
+            for cut in (Cut(1), Cut(40, whole=8), Cut(5000, whole=0), Cut(early=1), Cut(whole=4, stages=3)):
+                assert torch.equal(attend(request, slice(0, 4), cut=cut), alone[:, :4]), (seed, b, cut)
         together = attend(everything, everything)
         padded = torch.where(torch.rand(3, 16, generator=draw).cuda() < 0.5, positions, -1)
         got = attend(everything, everything, padded)
@@ -111,12 +111,12 @@ def test_a_long_request_keeps_its_bits_however_it_is_split(paged: ModuleType) ->
     case = paged.PagedCase.of([70_000], 2, 128, torch.bfloat16, "cuda", block_size=16)
     positions = paged.rows_at([69_996], 4, "cuda")
     q = case.queries(positions, 8)
-    from slipstream.kernels.gpu.paged_attention import paged_attention
+    from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
 
     want = paged_attention(q, case.cache, case.table, positions, 0.1)
     torch.testing.assert_close(want.double(), case.softmax(q, positions, 0.1), atol=1e-3, rtol=1e-2)
     for programs in (1, 8, 100, 4000):
-        assert torch.equal(paged_attention(q, case.cache, case.table, positions, 0.1, None, programs), want)
+        assert torch.equal(paged_attention(q, case.cache, case.table, positions, 0.1, None, Cut(programs)), want)
     assert torch.equal(paged_attention(q[:, 2:3], case.cache, case.table, positions[:, 2:3], 0.1), want[:, 2:3])
 
 

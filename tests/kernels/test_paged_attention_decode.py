@@ -59,7 +59,7 @@ def test_rows_are_the_softmax(
     case = paged.PagedCase.of([s + num_rows for s in starts], kv_heads, 16, torch.float32, kernel_device)
     positions = paged.rows_at(starts, num_rows, kernel_device)
     q = case.queries(positions, heads)
-    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, programs)
+    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
     torch.testing.assert_close(got.double(), case.softmax(q, positions, 0.3, window), atol=3e-6, rtol=3e-6)
     assert counters_are_zero()
 
@@ -89,22 +89,22 @@ def test_a_row_keeps_its_bits_in_any_company(kernel_device: str, paged: ModuleTy
     positions = paged.rows_at([254, 286, 16], 4, kernel_device)
     q = case.queries(positions, 2)
 
-    def attend(requests: slice, rows: slice, programs: int, cut: torch.Tensor = positions) -> torch.Tensor:
+    def attend(requests: slice, rows: slice, split: Any, at: torch.Tensor = positions) -> torch.Tensor:
         return gpu.paged_attention(
-            q[requests, rows], case.cache, case.table[requests], cut[requests, rows], 0.3, window, programs
+            q[requests, rows], case.cache, case.table[requests], at[requests, rows], 0.3, window, split
         )
 
-    first, everything = slice(0, 1), slice(None)
-    alone = torch.cat([attend(first, slice(r, r + 1), 24) for r in range(4)], dim=1)
-    assert torch.equal(attend(first, everything, 24), alone)
-    assert torch.equal(attend(first, slice(1, 3), 24), alone[:, 1:3])
-    together = attend(everything, everything, 24)
+    first, everything, usual = slice(0, 1), slice(None), gpu.Cut(24, whole=0)
+    alone = torch.cat([attend(first, slice(r, r + 1), usual) for r in range(4)], dim=1)
+    assert torch.equal(attend(first, everything, usual), alone)
+    assert torch.equal(attend(first, slice(1, 3), usual), alone[:, 1:3])
+    together = attend(everything, everything, usual)
     assert torch.equal(together[:1], alone)
-    assert torch.equal(attend(everything, everything, 1), together)
-    assert torch.equal(attend(everything, everything, 7), together)
+    for cut in (gpu.Cut(1), gpu.Cut(7, early=1), gpu.Cut(24, whole=9, early=3), gpu.Cut(24, wide=1, early=0), None):
+        assert torch.equal(attend(everything, everything, cut), together), cut
     padded = positions.clone()
     padded[0, 2:], padded[1, 3], padded[2] = -1, -1, -1
-    got = attend(everything, everything, 24, padded)
+    got = attend(everything, everything, usual, padded)
     assert torch.equal(got[padded >= 0], together[padded >= 0])
     assert torch.equal(got[padded < 0], torch.zeros_like(got[padded < 0]))
 
@@ -121,13 +121,13 @@ def test_partials_stay_in_their_room(
     positions = torch.tensor([[min(4100, tokens - 1)]], device=kernel_device)
     q = case.queries(positions, 1)
     tile = gpu.tile_of(16, torch.float32)
-    split = gpu._Split.of(1, 1, 1, case.table.shape[1] * 8, tile, programs)
-    gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, programs)
+    split = gpu._Split.of(1, 1, 1, case.table.shape[1] * 8, tile, gpu.Cut(programs))
+    gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
     workspace = gpu._WORKSPACES[q.device]
     workspace.reserve(0, split.slots + 64)
     workspace.counters[split.slots :] = 77
     workspace.partials.fill_(77)
-    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, programs)
+    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
     torch.testing.assert_close(got.double(), case.softmax(q, positions, 0.3, window), atol=3e-6, rtol=3e-6)
     assert (workspace.counters[split.slots :] == 77).all()
     assert (workspace.partials[split.slots * split.rows * (64 + 2) :] == 77).all()
