@@ -286,7 +286,7 @@ def start(
     Returns what `finish` wants: resident weight rows n0, n1 and the norm's weight; nothing where they come in steps.
     """
     w0, w1, constants = (0,), (0,), (0,)
-    if PDL:
+    if PDL:  # noqa: SIM102
         if not SETTLES:
             tl.extra.cuda.gdc_launch_dependents()
     if PREFETCH > 0:

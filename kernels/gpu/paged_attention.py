@@ -42,7 +42,7 @@ class Cut:
         wide: whole groups are handed out as soon as they keep 1 / wide of the programs busy,
         whole: and while a request has at most so many tiles: one program then does them all, and nobody waits.
         early: tiles that a program has in its registers before it waits for the kernel before.
-        stages: of the pipeline that loads the others; one fewer tiles lie in shared memory.
+        stages: of the pipeline that loads the others, 3 or 5: one or two of them lie in shared memory.
         settles: the kernel lets the next one start only when those before it are done (launch.py); else at once.
     """
 
@@ -50,7 +50,7 @@ class Cut:
     wide: int = 3
     whole: int = 2
     early: int = 2
-    stages: int = 3
+    stages: int = 5
     settles: bool = False
 
 
@@ -60,8 +60,8 @@ _TILES = {64: Tile(256, 32), 128: Tile(128, 32), 256: Tile(64, 16)}
 
 
 def usual_cut() -> Cut:
-    """The cut for the card at hand: sm_120 has too little shared memory for a third stage."""
-    return _CUT if SHARED_BYTES[architecture()] > 144 * 1024 else replace(_CUT, stages=2)
+    """The cut for the card at hand: sm_120 has too little shared memory for two tiles."""
+    return _CUT if SHARED_BYTES[architecture()] > 144 * 1024 else replace(_CUT, stages=3)
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -127,8 +127,8 @@ def _early_load(cells, offset, token, low, high, held, dims, others, EARLY: tl.c
 
 @triton.jit
 def _attend(
-    m, l, acc, q, k, v, token, position, window, scale, M: tl.constexpr, T: tl.constexpr, WINDOWED: tl.constexpr,
-    UPCAST: tl.constexpr,
+    m, l, acc, q, k, v, token, position, window, scale,  # noqa: E741
+    M: tl.constexpr, T: tl.constexpr, WINDOWED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """The partial (m, l, acc) followed by what the rows get from one tile."""
     if UPCAST:
@@ -146,7 +146,8 @@ def _attend(
 
 
 # Numbers that differ between batches, lengths of tables and K, and need no kernel of their own.
-_PLAIN = ["table_stride", "positions_stride", "num_rows", "table_width", "slots", "tile_slots", "group_slots", "window"]
+_PLAIN = ["table_stride", "positions_stride", "num_rows", "table_width", "slots", "tile_slots", "group_slots"]
+_PLAIN += ["few", "whole", "window"]
 
 
 @triton.jit(do_not_specialize=_PLAIN)
@@ -166,6 +167,8 @@ def _decode(
     slots,
     tile_slots,
     group_slots,
+    few,
+    whole,
     window,
     scale,
     KV_HEADS: tl.constexpr,
@@ -177,8 +180,6 @@ def _decode(
     M: tl.constexpr,
     T_BITS: tl.constexpr,
     FAN_BITS: tl.constexpr,
-    WIDE: tl.constexpr,
-    WHOLE: tl.constexpr,
     EARLY: tl.constexpr,
     STAGES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -227,8 +228,8 @@ def _decode(
         low = tl.maximum(tl.min(tl.where(position >= 0, position, high), 0) - window + 1, 0)
     first, last = low >> T_BITS, tl.maximum(high, 0) >> T_BITS
     # The unit of work: a tile, or a group of FAN tiles.
-    wide = ((last >> FAN_BITS) - (first >> FAN_BITS) + 1) * WIDE >= num_programs
-    wide = wide | (last - first < WHOLE)
+    wide = ((last >> FAN_BITS) - (first >> FAN_BITS) + 1) * few >= num_programs
+    wide = wide | (last - first < whole)
     unit_bits = tl.where(wide, FAN_BITS, 0)
     room_of_units = tl.where(wide, group_slots, tile_slots)
     first_slot = tl.where(wide, tile_slots, 0)
@@ -252,11 +253,12 @@ def _decode(
             tl.extra.cuda.gdc_launch_dependents()
     q_cell = q_ptr + q_cells[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dims[None, :]
     q = tl.load(q_cell, mask=real[:, None] & held[None, :], other=0.0)  # [M, D]
-    if UPCAST:
-        q = q.to(tl.float32)
     new = tl.maximum(low, fresh)
     ks = _early_load(cells, 0, from_start, new, mine, held, dims, ks, EARLY, T)
     vs = _early_load(cells, KV_HEADS * HEAD_DIM, from_start, new, mine, held, dims, vs, EARLY, T)
+    q = pinned(q)  # it, too, is on the way together with them
+    if UPCAST:
+        q = q.to(tl.float32)
 
     m = tl.full([M], float("-inf"), tl.float32)
     l = tl.zeros([M], tl.float32)  # noqa: E741
@@ -344,7 +346,7 @@ class _Split:
         rows = min(tile.rows, max(16, triton.next_power_of_2(folded)))
         row_blocks = triton.cdiv(folded, rows)
         tiles = triton.cdiv(context, tile.keys)
-        each = max(1, min(tiles, triton.cdiv(cut.programs, batch * kv_heads * row_blocks)))
+        each = max(1, min(tiles, cut.programs // (batch * kv_heads * row_blocks)))
         # Single tiles are handed out only while their groups are too few for the programs.
         tile_slots = min(tiles, FAN * ((each - 1) // cut.wide))
         group_slots = tiles // FAN + 2
@@ -471,6 +473,8 @@ def paged_attention(
         slots=split.slots,
         tile_slots=split.tile_slots,
         group_slots=split.group_slots,
+        few=cut.wide,
+        whole=cut.whole,
         window=window or 0,
         scale=scale * LOG2_E,
         KV_HEADS=kv_heads,
@@ -482,11 +486,9 @@ def paged_attention(
         M=split.rows,
         T_BITS=split.keys.bit_length() - 1,
         FAN_BITS=FAN.bit_length() - 1,
-        WIDE=cut.wide,
-        WHOLE=cut.whole,
         EARLY=cut.early,
         STAGES=cut.stages,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=max(16, triton.next_power_of_2(num_rows)),
         SETTLED=launch.settled(),
         SETTLES=cut.settles,
         UPCAST=launch.INTERPRET,

@@ -1,14 +1,17 @@
 """Paged attention of decode and verify rows on one GPU: a graph of dependent calls over caches that the L2 has lost.
 
 `python tests/benchmarks/attention_bench.py`; prints microseconds a call, bytes of keys and values, and the share of the
-measured read ceiling. With --prefill, also prompts of 128 to 2048 tokens.
+measured read ceiling. With --prefill, also prompts of 128 to 2048 tokens. With --sweep, only the ways to cut the work.
 """
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu import paged_attention as gpu
 from slipstream.kernels.paged_attention import AttentionRows, paged_attention, plan_rows
 
 READ_CEILING = 4.55e12  # bytes a second, measured (a Triton reduction)
@@ -99,10 +102,96 @@ def prefill() -> None:
             print(f"{model:14} {num_rows:5} {before:7} {us:8.1f} {4 * pairs * heads * head_dim / us / 1e6:8.1f}")
 
 
+# Tiles (keys, warps) to try, whose sums differ in rounding, and how many fit into registers early. Then cuts, which
+# change no bits.
+TILES = {64: ((256, 8, 2), (128, 4, 2), (256, 4, 1)), 128: ((128, 8, 2), (64, 4, 2), (128, 4, 1))}
+CUTS = {
+    "as it is": {},
+    "not early": {"settles": False},
+    "early 1": {"early": 1},
+    "whole 1": {"whole": 1},
+    "whole 4": {"whole": 4},
+    "wide 8": {"wide": 8},
+    "programs 264": {"programs": 264},
+    "stages 3": {"stages": 3},
+}
+SWEPT = ((1, 1, 128), (1, 1, 256), (1, 4, 256), (1, 1, 384), (1, 1, 1024), (1, 1, 8192), (16, 1, 256), (16, 1, 8192))
+
+
+CALLS = 128  # of a chain
+
+
+def cut_us(
+    q: torch.Tensor, caches: list[torch.Tensor], order: torch.Tensor, context: int, scratch: torch.Tensor, cut: gpu.Cut
+) -> float:
+    """Microseconds a call in a chain over cells that differ from call to call and that the L2 has lost.
+
+    A call's kernel lets its successor start when all before it is done (`cut.settles`), as the kernel before attention
+    does in a layer. Begin and end of the graph cost a few microseconds, over all calls.
+    """
+    batch, num_rows = q.shape[:2]
+    at = context - num_rows + torch.arange(num_rows, device="cuda")
+    positions = at.expand(batch, -1).contiguous()
+    turns = range(CALLS // len(caches))
+    tables = [order.roll((i, i * (context // BLOCK)), (0, 1))[:batch].contiguous() for i in turns]
+
+    def chain() -> torch.Tensor:
+        x = q
+        for call in range(CALLS):
+            table, cache = tables[call // len(caches)], caches[call % len(caches)]
+            x = gpu.paged_attention(x, cache, table, positions, q.shape[-1] ** -0.5, None, cut)
+        return x
+
+    launch._before.settles = cut.settles  # the first call, too, so that it needs no kernel of its own
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    launch._before.settles = cut.settles
+    with torch.cuda.graph(graph):
+        chain()
+    times = []
+    for _ in range(3):
+        scratch.zero_()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1000 / CALLS)
+    return min(times)
+
+
+def sweep() -> None:
+    """A column for each of SWEPT as batch/rows/context, a line for each tile and cut."""
+    scratch = torch.empty(100_000_000, dtype=torch.uint8, device="cuda")  # twice the L2
+    print(" " * 39 + "".join(f"{f'{b}/{r}/{c}':>10}" for b, r, c in SWEPT))
+    for model, (heads, kv_heads, head_dim, _) in SHAPES.items():
+        caches = caches_of(16 * 8192, kv_heads, head_dim, 8)
+        order = 1 + torch.randperm(16 * 8192 // BLOCK, device="cuda").view(16, -1)
+        usual = gpu.tile_of(head_dim, torch.bfloat16)
+        for keys, warps, early in TILES[head_dim]:
+            gpu._TILES[head_dim] = gpu.Tile(keys, usual.rows, warps)
+            for name, change in CUTS.items():
+                if (keys, warps, early) != TILES[head_dim][0] and name not in ("as it is", "whole 4"):
+                    continue
+                cut = replace(gpu.usual_cut(), **{"settles": True, "early": early, **change})
+                line = []
+                for batch, num_rows, context in SWEPT:
+                    q = torch.randn(batch, num_rows, heads, head_dim, device="cuda").bfloat16()
+                    line.append(cut_us(q, caches, order, context, scratch, cut))
+                print(f"{model:14} {keys:4} x{warps} {name:>16} " + "".join(f"{us:10.2f}" for us in line), flush=True)
+        gpu._TILES[head_dim] = usual
+        del caches
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prefill", action="store_true", help="also time prompts")
+    parser.add_argument("--sweep", action="store_true", help="time ways to cut the work instead")
+    arguments = parser.parse_args()
     with torch.inference_mode():
-        decode()
-        if parser.parse_args().prefill:
+        if arguments.sweep:
+            sweep()
+        else:
+            decode()
+        if arguments.prefill:
             prefill()

@@ -2,9 +2,12 @@
 
 import torch
 
-from slipstream.kernels.gpu.paged_attention import paged_attention
+from slipstream.kernels.gpu.norm_qkv import norm_qkv
+from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
 from slipstream.kernels.gpu.prefill_attention import prefill_attention
 from slipstream.kernels.gpu.write_index import write_index
+from slipstream.kernels.norm_qkv import Heads, KVSink
+from slipstream.kernels.stream import Norm, Stream
 
 SMOLLM2, LLAMA, WIDEST, TINY = (9, 3, 64), (32, 8, 128), (8, 4, 256), (4, 2, 16)  # heads, kv_heads, head_dim
 
@@ -30,6 +33,20 @@ def decode() -> None:
     paged_attention(*_arguments(16, LLAMA, torch.bfloat16))
     paged_attention(*_arguments(16, WIDEST, torch.bfloat16))
     paged_attention(*_arguments(4, TINY, torch.float32))
+
+
+def behind_qkv() -> None:
+    """As in a layer, then as in a chain of attention alone."""
+    q, cache, *others = _arguments(4, SMOLLM2, torch.bfloat16)
+    heads = Heads(*SMOLLM2)
+    with torch.device("meta"):
+        rows, norm = torch.empty(8, 576, dtype=torch.bfloat16), torch.empty(576, dtype=torch.bfloat16)
+        weight, angles = torch.empty(15 * 64, 576, dtype=torch.bfloat16), torch.empty(8, 64, dtype=torch.bfloat16)
+        sink = KVSink(cache, torch.empty(8, dtype=torch.int64))
+    norm_qkv(Stream(rows), Norm(norm, 1e-5), weight, heads, angles, angles, None, None, sink)
+    paged_attention(q, cache, *others)
+    paged_attention(q, cache, *others)
+    paged_attention(q, cache, *others, cut=Cut(settles=True))
 
 
 def prefill() -> None:

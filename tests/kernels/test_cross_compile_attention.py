@@ -33,4 +33,27 @@ def test_attention_compiles(
             if one["constants"]["D"] < 256
             for warps in re.findall(r"nvidia_mma<\{[^}]*warpsPerCTA = (\[[^]]*\])", one["ttgir"])
         }
-        assert layouts == {(16, "[1, 4]"), (32, "[1, 4]")}
+        assert layouts == {(16, "[1, 8]"), (32, "[1, 8]")}
+        # A product and a sum are fused where the kernel says so, and nowhere else: the same line gives the same bits in
+        # a loop and outside of it.
+        for one in launches:
+            assert not re.findall(r"\b(?:mul|add|sub|mad)\.(?:ftz\.)?f32", one["ptx"]), "left to the assembler's choice"
+
+
+def test_keys_are_read_before_the_wait_where_the_kernel_before_allows_it(
+    cross_compile: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """It does if it lets its successor start only after its own wait: then all before it is done, and nothing but its
+    own q, k and v must be waited for."""
+    qkv, behind, further, chained = (one["ptx"] for one in cross_compile(FILE, "behind_qkv", 90))
+
+    def read_before_wait(ptx: str) -> int:
+        return len(re.findall(r"ld\.global\S*\.v4", ptx[: ptx.index("griddepcontrol.wait")]))
+
+    def settles(ptx: str) -> bool:
+        return ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+
+    assert [settles(ptx) for ptx in (qkv, behind, further, chained)] == [True, False, False, True]
+    assert [read_before_wait(ptx) > 0 for ptx in (behind, further, chained)] == [True, False, False]
+    for ptx in (behind, further, chained):
+        assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1

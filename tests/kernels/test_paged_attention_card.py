@@ -190,6 +190,45 @@ def test_a_chain_in_a_graph_is_the_chain_without(paged: ModuleType, monkeypatch:
     assert not torch.equal(*wants)
 
 
+@pytest.mark.parametrize("starts", [[120, 406, 30, 0], [1018, 252, 2500, 510]])
+def test_keys_read_before_the_wait_are_those_read_after_it(
+    paged: ModuleType, monkeypatch: pytest.MonkeyPatch, starts: list[int]
+) -> None:
+    """Behind the kernel that writes q, k and v, attention reads older keys early: 32 layers over one cache, whose
+    newest cells each layer overwrites, replayed, give the bits of launches that wait for each other."""
+    from slipstream.kernels.gpu.norm_qkv import norm_qkv
+    from slipstream.kernels.norm_qkv import Heads, KVSink
+    from slipstream.kernels.stream import Norm, Stream
+
+    case = paged.PagedCase.of([s + 4 for s in starts], 3, 64, torch.bfloat16, "cuda", block_size=16)
+    positions = paged.rows_at(starts, 4, "cuda")
+    draw = torch.Generator("cuda").manual_seed(1)
+    x, angles = (torch.randn(16, n, generator=draw, device="cuda").bfloat16() for n in (576, 64))
+    weight = (torch.randn(15 * 64, 576, generator=draw, device="cuda") / 24).bfloat16()
+    norm = Norm(torch.ones(576, dtype=torch.bfloat16, device="cuda"), 1e-5)
+
+    def chain() -> torch.Tensor:
+        rows, out = op.plan_rows(case.table, positions, 16), x
+        sink = KVSink(case.cache, rows.write_index)
+        for _ in range(32):
+            q, _, _ = norm_qkv(Stream(out), norm, weight, Heads(9, 3, 64), angles, angles, None, None, sink)
+            out = op.paged_attention(q.view(4, 4, 9, 64), case.cache, rows, 0.125).view(16, 576)
+        return out
+
+    monkeypatch.setenv("SLIPSTREAM_PDL", "0")
+    want = chain().clone()
+    monkeypatch.delenv("SLIPSTREAM_PDL")
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    for turn in range(50):
+        graph.replay()
+        assert torch.equal(out, want), turn
+    assert want.isfinite().all()
+    assert len(want.unique()) > 1000
+
+
 def test_a_capture_that_lacks_room_is_refused(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.gpu import paged_attention as gpu
 
