@@ -8,7 +8,7 @@ from enum import IntEnum
 import torch
 
 from slipstream.kernels.cuda import build, driver
-from slipstream.kernels.gpu.launch import capability, pdl_enabled
+from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 
 class Epilogue(IntEnum):
@@ -201,3 +201,4 @@ def launch(epilogue: Epilogue, norm: bool, tiles: int, params: Params, device: i
         params,
         pdl=pdl_enabled() if override.pdl is None else override.pdl,
     )
+    launched(settles=epilogue is Epilogue.QKV)  # as skinny_gemm.cuh does

@@ -30,7 +30,8 @@ __device__ inline void skinny_gemm(const Params& p, float* shared) {
     constexpr int TILES = PAIRS ? 1 : TM;          // tiles of outputs
     constexpr int BATCH = NT == 1 && X_DEPTH < DEPTH && TM * DEPTH >= 8 ? 8 : 4;  // reads of sums; wide rows have many
 
-    pdl_launch_dependents();
+    // Attention, behind q, k and v, reads older keys before it waits: it starts when all before this kernel is done.
+    if (EPILOGUE != QKV) pdl_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int g = lane / 4, t = lane % 4;
     int tile = p.m_groups == 1 ? blockIdx.x : blockIdx.x / p.m_groups;
@@ -65,6 +66,7 @@ __device__ inline void skinny_gemm(const Params& p, float* shared) {
     }
 
     pdl_wait();  // nothing above reads what another kernel writes
+    if (EPILOGUE == QKV) pdl_launch_dependents();
 
     const bf16* x_at = p.x + int64_t(m0 + g) * p.x_stride + k0;
     const int64_t x_step = 8 * p.x_stride;

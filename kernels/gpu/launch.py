@@ -45,6 +45,11 @@ def settled() -> bool:
     return _before.settles
 
 
+def launched(settles: bool) -> None:
+    """To be told of every launch: whether the kernel lets its successor start only after its own wait."""
+    _before.settles = settles
+
+
 def launch(
     kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 1, settles: bool = False, **arguments: Any
 ) -> None:
@@ -61,7 +66,7 @@ def launch(
     # on what stands around them, so that the same line gave other bits in a loop than outside of it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
     _run(kernel, grid, {**arguments, "PDL": pdl_enabled()}, options)
-    _before.settles = settles
+    launched(settles)
 
 
 def _launch_now(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:

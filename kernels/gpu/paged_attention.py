@@ -10,67 +10,15 @@ What a row does not see (keys behind its position, before its window) gives it m
 tiles which are there for other rows of the tile leave it as it is.
 """
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu.attention_split import FAN, Cut, Split, reserve, tile_of, usual_cut
 from slipstream.kernels.gpu.gemm import pinned
-from slipstream.kernels.gpu.tiles import SHARED_BYTES, architecture
 
-FAN = 8
 LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
-
-
-@dataclass(frozen=True)
-class Tile:
-    """keys: tokens of a tile; rows: query rows of a program, at most; warps: of a program. All three touch bits."""
-
-    keys: int
-    rows: int
-    warps: int = 8
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How a launch hands its work out. Bits do not depend on it.
-
-    Args:
-        programs: of a launch, about: a wave of 132 multiprocessors.
-        wide: whole groups are handed out as soon as they keep 1 / wide of the programs busy,
-        whole: and while a request has at most so many tiles: one program then does them all, and nobody waits.
-        early: tiles that a program has in its registers before it waits for the kernel before.
-        stages: of the pipeline that loads the others, 3 or 5: one or two of them lie in shared memory.
-        settles: the kernel lets the next one start only when those before it are done (launch.py); else at once.
-    """
-
-    programs: int = 132
-    wide: int = 3
-    whole: int = 2
-    early: int = 2
-    stages: int = 5
-    settles: bool = False
-
-
-_CUT = Cut()
-# By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
-_TILES = {64: Tile(256, 32), 128: Tile(128, 32), 256: Tile(64, 16)}
-
-
-def usual_cut() -> Cut:
-    """The cut for the card at hand: sm_120 has too little shared memory for two tiles."""
-    return _CUT if SHARED_BYTES[architecture()] > 144 * 1024 else replace(_CUT, stages=3)
-
-
-def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Tile of a (padded) head size. fp32 is for tests of tiny models: half the tile, twice the bytes."""
-    padded = max(64, triton.next_power_of_2(head_dim))
-    if padded not in _TILES:
-        raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
-    tile = _TILES[padded]
-    return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 8), 16, 4)
 
 
 @triton.jit
@@ -328,70 +276,6 @@ def _decode(
         acc = tl.zeros([M, D], tl.float32)
 
 
-@dataclass(frozen=True)
-class _Split:
-    """How a launch divides its work, and where its partials lie. Of these, only `rows` and `keys` could touch bits."""
-
-    rows: int  # M: query rows of a program
-    keys: int  # T: tokens of a tile
-    row_blocks: int
-    programs: int  # of each (request, KV head, block of rows)
-    tile_slots: int
-    group_slots: int
-    slots: int
-
-    @staticmethod
-    def of(batch: int, folded: int, kv_heads: int, context: int, tile: Tile, cut: Cut) -> "_Split":
-        """folded: rows x query heads of a KV head; context: tokens that the block table can hold."""
-        rows = min(tile.rows, max(16, triton.next_power_of_2(folded)))
-        row_blocks = triton.cdiv(folded, rows)
-        tiles = triton.cdiv(context, tile.keys)
-        each = max(1, min(tiles, cut.programs // (batch * kv_heads * row_blocks)))
-        # Single tiles are handed out only while their groups are too few for the programs.
-        tile_slots = min(tiles, FAN * ((each - 1) // cut.wide))
-        group_slots = tiles // FAN + 2
-        slots, room, top = tile_slots + group_slots, group_slots, (tiles - 1) // FAN
-        while top > 0:  # n nodes in a row have at most n // FAN + 2 parents; up to the level of a single node
-            room, top = room // FAN + 2, top // FAN
-            slots += room
-        return _Split(rows, tile.keys, row_blocks, each, tile_slots, group_slots, slots)
-
-
-class _Workspace:
-    """Partials and counters of one device; launches follow each other in one stream, so one set serves all.
-
-    Grows outside of graph capture only. What it outgrew stays allocated: captured graphs point to it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.partials = torch.empty(0, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(0, dtype=torch.int32, device=device)
-        self._outgrown: list[torch.Tensor] = []
-
-    def reserve(self, partials: int, counters: int) -> None:
-        """At least so many fp32 partials and counters, which are 0."""
-        if partials <= self.partials.numel() and counters <= self.counters.numel():
-            return
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("the workspace of paged attention grows during graph capture: call prepare before it")
-        self._outgrown += [self.partials, self.counters]
-        self.partials = torch.empty(max(partials, self.partials.numel()), dtype=torch.float32, device=self.device)
-        self.counters = torch.zeros(max(counters, self.counters.numel()), dtype=torch.int32, device=self.device)
-
-
-_WORKSPACES: dict[torch.device, _Workspace] = {}
-
-
-def _reserve(device: torch.device, batch: int, kv_heads: int, split: _Split, padded: int) -> _Workspace:
-    workspace = _WORKSPACES.get(device)
-    if workspace is None:
-        workspace = _WORKSPACES[device] = _Workspace(device)
-    slots = batch * kv_heads * split.row_blocks * split.slots
-    workspace.reserve(slots * split.rows * (padded + 2), slots)
-    return workspace
-
-
 def prepare(
     device: torch.device,
     batches: tuple[int, ...],
@@ -415,8 +299,8 @@ def prepare(
     tile, padded = tile_of(head_dim, dtype), max(64, triton.next_power_of_2(head_dim))
     device = torch.empty(0, device=device).device  # with its index
     for batch in batches:
-        split = _Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut())
-        _reserve(device, batch, kv_heads, split, padded)
+        split = Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut())
+        reserve(device, batch, kv_heads, split, padded)
 
 
 def paged_attention(
@@ -450,8 +334,8 @@ def paged_attention(
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     padded = max(64, triton.next_power_of_2(head_dim))
     tile, group, width = tile_of(head_dim, q.dtype), heads // kv_heads, block_table.shape[1]
-    split = _Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, cut)
-    workspace = _reserve(q.device, batch, kv_heads, split, padded)
+    split = Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, cut)
+    workspace = reserve(q.device, batch, kv_heads, split, padded)
     out = torch.empty((batch, num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     launch.launch(
         _decode,

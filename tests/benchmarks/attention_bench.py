@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from slipstream.kernels.gpu import attention_split as split
 from slipstream.kernels.gpu import launch
 from slipstream.kernels.gpu import paged_attention as gpu
 from slipstream.kernels.paged_attention import AttentionRows, paged_attention, plan_rows
@@ -122,7 +123,12 @@ CALLS = 128  # of a chain
 
 
 def cut_us(
-    q: torch.Tensor, caches: list[torch.Tensor], order: torch.Tensor, context: int, scratch: torch.Tensor, cut: gpu.Cut
+    q: torch.Tensor,
+    caches: list[torch.Tensor],
+    order: torch.Tensor,
+    context: int,
+    scratch: torch.Tensor,
+    cut: split.Cut,
 ) -> float:
     """Microseconds a call in a chain over cells that differ from call to call and that the L2 has lost.
 
@@ -142,10 +148,10 @@ def cut_us(
             x = gpu.paged_attention(x, cache, table, positions, q.shape[-1] ** -0.5, None, cut)
         return x
 
-    launch._before.settles = cut.settles  # the first call, too, so that it needs no kernel of its own
+    launch.launched(cut.settles)  # the first call, too, so that it needs no kernel of its own
     chain()
     graph = torch.cuda.CUDAGraph()
-    launch._before.settles = cut.settles
+    launch.launched(cut.settles)
     with torch.cuda.graph(graph):
         chain()
     times = []
@@ -167,19 +173,19 @@ def sweep() -> None:
     for model, (heads, kv_heads, head_dim, _) in SHAPES.items():
         caches = caches_of(16 * 8192, kv_heads, head_dim, 8)
         order = 1 + torch.randperm(16 * 8192 // BLOCK, device="cuda").view(16, -1)
-        usual = gpu.tile_of(head_dim, torch.bfloat16)
+        usual = split.tile_of(head_dim, torch.bfloat16)
         for keys, warps, early in TILES[head_dim]:
-            gpu._TILES[head_dim] = gpu.Tile(keys, usual.rows, warps)
+            split._TILES[head_dim] = split.Tile(keys, usual.rows, warps)
             for name, change in CUTS.items():
                 if (keys, warps, early) != TILES[head_dim][0] and name not in ("as it is", "whole 4"):
                     continue
-                cut = replace(gpu.usual_cut(), **{"settles": True, "early": early, **change})
+                cut = replace(split.usual_cut(), **{"settles": True, "early": early, **change})
                 line = []
                 for batch, num_rows, context in SWEPT:
                     q = torch.randn(batch, num_rows, heads, head_dim, device="cuda").bfloat16()
                     line.append(cut_us(q, caches, order, context, scratch, cut))
                 print(f"{model:14} {keys:4} x{warps} {name:>16} " + "".join(f"{us:10.2f}" for us in line), flush=True)
-        gpu._TILES[head_dim] = usual
+        split._TILES[head_dim] = usual
         del caches
 
 

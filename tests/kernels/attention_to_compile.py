@@ -2,8 +2,9 @@
 
 import torch
 
+from slipstream.kernels.gpu.attention_split import Cut
 from slipstream.kernels.gpu.norm_qkv import norm_qkv
-from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
+from slipstream.kernels.gpu.paged_attention import paged_attention
 from slipstream.kernels.gpu.prefill_attention import prefill_attention
 from slipstream.kernels.gpu.write_index import write_index
 from slipstream.kernels.norm_qkv import Heads, KVSink

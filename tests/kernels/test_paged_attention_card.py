@@ -71,7 +71,8 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
     paged: ModuleType, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among 2 to 16 rows, beside other requests, with padding, split in other ways, without dependent launch."""
-    from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
+    from slipstream.kernels.gpu.attention_split import Cut
+    from slipstream.kernels.gpu.paged_attention import paged_attention
 
     heads, kv_heads, head_dim = shape
     for seed in SEEDS:
@@ -111,7 +112,8 @@ def test_a_long_request_keeps_its_bits_however_it_is_split(paged: ModuleType) ->
     case = paged.PagedCase.of([70_000], 2, 128, torch.bfloat16, "cuda", block_size=16)
     positions = paged.rows_at([69_996], 4, "cuda")
     q = case.queries(positions, 8)
-    from slipstream.kernels.gpu.paged_attention import Cut, paged_attention
+    from slipstream.kernels.gpu.attention_split import Cut
+    from slipstream.kernels.gpu.paged_attention import paged_attention
 
     want = paged_attention(q, case.cache, case.table, positions, 0.1)
     torch.testing.assert_close(want.double(), case.softmax(q, positions, 0.1), atol=1e-3, rtol=1e-2)
@@ -230,13 +232,14 @@ def test_keys_read_before_the_wait_are_those_read_after_it(
 
 
 def test_a_capture_that_lacks_room_is_refused(paged: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slipstream.kernels.gpu import attention_split
     from slipstream.kernels.gpu import paged_attention as gpu
 
     case = paged.PagedCase.of([1700], 3, 64, torch.bfloat16, "cuda", block_size=16)
     positions = paged.rows_at([1690], 4, "cuda")
     q = case.queries(positions, 9)
     want = gpu.paged_attention(q, case.cache, case.table, positions, 0.1)  # compiled
-    monkeypatch.setattr(gpu, "_WORKSPACES", {})
+    monkeypatch.setattr(attention_split, "_WORKSPACES", {})
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(ValueError, match="call prepare"), torch.cuda.graph(graph):
         gpu.paged_attention(q, case.cache, case.table, positions, 0.1)

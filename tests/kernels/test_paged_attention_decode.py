@@ -15,6 +15,7 @@ from slipstream.kernels.paged_attention import paged_attention as twin
 from slipstream.kernels.paged_attention import plan_rows
 
 gpu = pytest.importorskip("slipstream.kernels.gpu.paged_attention")
+split = pytest.importorskip("slipstream.kernels.gpu.attention_split")
 _HERE = Path(__file__)
 
 
@@ -30,7 +31,7 @@ def _no_gradients() -> Iterator[None]:
 
 
 def counters_are_zero() -> bool:
-    return all(not workspace.counters.any() for workspace in gpu._WORKSPACES.values())
+    return all(not workspace.counters.any() for workspace in split._WORKSPACES.values())
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_rows_are_the_softmax(
     case = paged.PagedCase.of([s + num_rows for s in starts], kv_heads, 16, torch.float32, kernel_device)
     positions = paged.rows_at(starts, num_rows, kernel_device)
     q = case.queries(positions, heads)
-    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
+    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, split.Cut(programs))
     torch.testing.assert_close(got.double(), case.softmax(q, positions, 0.3, window), atol=3e-6, rtol=3e-6)
     assert counters_are_zero()
 
@@ -89,18 +90,24 @@ def test_a_row_keeps_its_bits_in_any_company(kernel_device: str, paged: ModuleTy
     positions = paged.rows_at([254, 286, 16], 4, kernel_device)
     q = case.queries(positions, 2)
 
-    def attend(requests: slice, rows: slice, split: Any, at: torch.Tensor = positions) -> torch.Tensor:
+    def attend(requests: slice, rows: slice, cut: Any, at: torch.Tensor = positions) -> torch.Tensor:
         return gpu.paged_attention(
-            q[requests, rows], case.cache, case.table[requests], at[requests, rows], 0.3, window, split
+            q[requests, rows], case.cache, case.table[requests], at[requests, rows], 0.3, window, cut
         )
 
-    first, everything, usual = slice(0, 1), slice(None), gpu.Cut(24, whole=0)
+    first, everything, usual = slice(0, 1), slice(None), split.Cut(24, whole=0)
     alone = torch.cat([attend(first, slice(r, r + 1), usual) for r in range(4)], dim=1)
     assert torch.equal(attend(first, everything, usual), alone)
     assert torch.equal(attend(first, slice(1, 3), usual), alone[:, 1:3])
     together = attend(everything, everything, usual)
     assert torch.equal(together[:1], alone)
-    for cut in (gpu.Cut(1), gpu.Cut(7, early=1), gpu.Cut(24, whole=9, early=3), gpu.Cut(24, wide=1, early=0), None):
+    for cut in (
+        split.Cut(1),
+        split.Cut(7, early=1),
+        split.Cut(24, whole=9, early=3),
+        split.Cut(24, wide=1, early=0),
+        None,
+    ):
         assert torch.equal(attend(everything, everything, cut), together), cut
     padded = positions.clone()
     padded[0, 2:], padded[1, 3], padded[2] = -1, -1, -1
@@ -120,25 +127,25 @@ def test_partials_stay_in_their_room(
     case = paged.PagedCase.of([tokens], 1, 16, torch.float32, kernel_device, spare=0)
     positions = torch.tensor([[min(4100, tokens - 1)]], device=kernel_device)
     q = case.queries(positions, 1)
-    tile = gpu.tile_of(16, torch.float32)
-    split = gpu._Split.of(1, 1, 1, case.table.shape[1] * 8, tile, gpu.Cut(programs))
-    gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
-    workspace = gpu._WORKSPACES[q.device]
-    workspace.reserve(0, split.slots + 64)
-    workspace.counters[split.slots :] = 77
+    tile = split.tile_of(16, torch.float32)
+    room = split.Split.of(1, 1, 1, case.table.shape[1] * 8, tile, split.Cut(programs))
+    gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, split.Cut(programs))
+    workspace = split._WORKSPACES[q.device]
+    workspace.reserve(0, room.slots + 64)
+    workspace.counters[room.slots :] = 77
     workspace.partials.fill_(77)
-    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, gpu.Cut(programs))
+    got = gpu.paged_attention(q, case.cache, case.table, positions, 0.3, window, split.Cut(programs))
     torch.testing.assert_close(got.double(), case.softmax(q, positions, 0.3, window), atol=3e-6, rtol=3e-6)
-    assert (workspace.counters[split.slots :] == 77).all()
-    assert (workspace.partials[split.slots * split.rows * (64 + 2) :] == 77).all()
+    assert (workspace.counters[room.slots :] == 77).all()
+    assert (workspace.partials[room.slots * room.rows * (64 + 2) :] == 77).all()
     workspace.counters.zero_()
 
 
 def test_prepare_reserves_what_a_launch_needs(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_WORKSPACES", {})
+    monkeypatch.setattr(split, "_WORKSPACES", {})
     device = torch.device(kernel_device, 0) if kernel_device == "cuda" else torch.device("cpu")
     gpu.prepare(device, (1, 2, 4), 4, 4, 2, 16, 96, torch.float32)
-    reserved = gpu._WORKSPACES[device].partials
+    reserved = split._WORKSPACES[device].partials
     assert reserved.numel() > 0
     cache = torch.zeros(4, 8, 2, 2, 16, device=kernel_device)
     for batch in (1, 2, 4):
@@ -146,7 +153,7 @@ def test_prepare_reserves_what_a_launch_needs(kernel_device: str, monkeypatch: p
         table = torch.ones(batch, 12, dtype=torch.int64, device=kernel_device)
         q = torch.zeros(batch, 4, 4, 16, device=kernel_device)
         gpu.paged_attention(q, cache, table, positions, 0.3)
-    assert gpu._WORKSPACES[device].partials is reserved
+    assert split._WORKSPACES[device].partials is reserved
 
 
 @pytest.mark.parametrize(
