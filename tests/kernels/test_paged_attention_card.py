@@ -192,12 +192,15 @@ def test_a_chain_in_a_graph_is_the_chain_without(paged: ModuleType, monkeypatch:
     assert not torch.equal(*wants)
 
 
+@pytest.mark.parametrize("product", ["triton", "cuda"])
 @pytest.mark.parametrize("starts", [[120, 406, 30, 0], [1018, 252, 2500, 510]])
 def test_keys_read_before_the_wait_are_those_read_after_it(
-    paged: ModuleType, monkeypatch: pytest.MonkeyPatch, starts: list[int]
+    paged: ModuleType, monkeypatch: pytest.MonkeyPatch, starts: list[int], product: str
 ) -> None:
     """Behind the kernel that writes q, k and v, attention reads older keys early: 32 layers over one cache, whose
     newest cells each layer overwrites, replayed, give the bits of launches that wait for each other."""
+    from slipstream.kernels.cuda import build, pack, products
+    from slipstream.kernels.gpu import launch
     from slipstream.kernels.gpu.norm_qkv import norm_qkv
     from slipstream.kernels.norm_qkv import Heads, KVSink
     from slipstream.kernels.stream import Norm, Stream
@@ -208,12 +211,18 @@ def test_keys_read_before_the_wait_are_those_read_after_it(
     x, angles = (torch.randn(16, n, generator=draw, device="cuda").bfloat16() for n in (576, 64))
     weight = (torch.randn(15 * 64, 576, generator=draw, device="cuda") / 24).bfloat16()
     norm = Norm(torch.ones(576, dtype=torch.bfloat16, device="cuda"), 1e-5)
+    project: Callable[..., tuple[torch.Tensor, ...]] = norm_qkv
+    if product == "cuda":
+        if not build.available(launch.capability()):
+            pytest.skip("needs nvcc")
+        project, weight = products.norm_qkv, pack.pack(weight, pack.RowOrder.HEADS, 64)  # type: ignore[assignment]
 
     def chain() -> torch.Tensor:
         rows, out = op.plan_rows(case.table, positions, 16), x
         sink = KVSink(case.cache, rows.write_index)
         for _ in range(32):
-            q, _, _ = norm_qkv(Stream(out), norm, weight, Heads(9, 3, 64), angles, angles, None, None, sink)
+            q, *_ = project(Stream(out), norm, weight, Heads(9, 3, 64), angles, angles, None, None, sink)
+            assert launch.settled()
             out = op.paged_attention(q.view(4, 4, 9, 64), case.cache, rows, 0.125).view(16, 576)
         return out
 
