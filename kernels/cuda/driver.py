@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
-_MAX_DYNAMIC_SHARED_BYTES = 8  # CUfunction_attribute
+_MAX_DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 
 
 class _Attribute(ctypes.Structure):
@@ -72,6 +72,8 @@ class Function:
             _call(
                 "cuFuncSetAttribute", self._handle, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(shared_bytes)
             )
+            # As much shared memory on an SM as there is: room for the CTA of the next such kernel, too.
+            _call("cuFuncSetAttribute", self._handle, ctypes.c_int(_SHARED_CARVEOUT), ctypes.c_int(100))
 
     def launch(
         self, grid: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Structure, *, pdl: bool

@@ -22,8 +22,9 @@ struct Params {
     float* sumsq_out;             // ADD: [M, ceil(N / 16)]
     int64_t x_stride, residual_stride, angle_stride, kv_stride;
     int32_t M, N, K;
-    int32_t tiles;                // of 16 outputs, or of 16 pairs of outputs
-    int32_t chunks_per_part;
+    int32_t tiles;                // of 16 weight rows
+    int32_t chunks_per_part;      // of the longest part
+    int32_t slots;                // of the ring (bulk_gemm.cuh)
     int32_t num_sumsq;
     int32_t m_groups;             // groups of rows of x, each with CTAs of its own
     int32_t q_heads, kv_heads, head_dim;
@@ -90,8 +91,14 @@ __device__ inline float row_rstd(const Params& p, int m, int t) {
     return reciprocal_sqrt(multiply_add(sum, p.inverse_width, p.eps));
 }
 
-// Which output (or pair of outputs) row `row` of a tile is: of QKV a head and an element of its first half, else the
-// index in the output row. The order of rows in a packed weight is pack.py's.
+// Tiles of gate and up rows and of heads hold pairs of outputs: rows i and i + 8 of a tile.
+template <int EPILOGUE>
+constexpr bool PAIRED = EPILOGUE == GATE_UP || EPILOGUE == QKV;
+template <int EPILOGUE>
+constexpr int TILE_OUTPUTS = PAIRED<EPILOGUE> ? 8 : 16;
+
+// Which output (or pair of outputs) `row` of the tiles from `tile` on is: of QKV a head and an element of its first
+// half, else the index in the output row. The order of rows in a packed weight is pack.py's.
 struct Place {
     int head, at;
     bool valid;
@@ -99,16 +106,20 @@ struct Place {
 
 template <int EPILOGUE>
 __device__ inline Place place_of(const Params& p, int tile, int row) {
-    if (EPILOGUE != QKV) return Place{0, 16 * tile + row, 16 * tile + row < p.N};
-    const int tiles_per_head = p.head_dim / 32, head = tile / tiles_per_head;
-    return Place{head, (tile - head * tiles_per_head) * 16 + row, tile < p.tiles};
+    if (EPILOGUE != QKV) {
+        const int at = TILE_OUTPUTS<EPILOGUE> * tile + row;
+        return Place{0, at, at < p.N};
+    }
+    tile += row / 8;
+    const int tiles_per_head = p.head_dim / 16, head = tile / tiles_per_head;
+    return Place{head, (tile - head * tiles_per_head) * 8 + row % 8, tile < p.tiles};
 }
 
 // What the epilogue of one output reads. Read before the product for a thread's first one: its latency is not added
 // at the end then.
 struct Extra {
     uint32_t a, b;  // ADD: residual; QKV: cos and sin of both halves
-    int64_t cell;
+    int32_t cell;
 };
 
 template <int EPILOGUE>
@@ -123,7 +134,7 @@ __device__ inline Extra load_extra(const Params& p, int m, const Place& place) {
             extra.a = p.cos[at] | uint32_t(p.cos[at + half]) << 16;
             extra.b = p.sin[at] | uint32_t(p.sin[at + half]) << 16;
         }
-        if (p.write_index != nullptr) extra.cell = p.write_index[m];
+        if (p.write_index != nullptr) extra.cell = int32_t(p.write_index[m]);
     }
     return extra;
 }
@@ -165,12 +176,77 @@ __device__ inline void finish(const Params& p, int m, const Place& place, float 
             const float to_a = round_bf16(multiply(a, high_float(extra.b)));
             a = from_a + from_b;
             b = to_b + to_a;
-            if (head >= p.q_heads) to = p.out_k + extra.cell * p.kv_stride + (head - p.q_heads) * p.head_dim;
+            if (head >= p.q_heads) to = p.out_k + int64_t(extra.cell) * p.kv_stride + (head - p.q_heads) * p.head_dim;
         } else {
-            to = p.out_v + extra.cell * p.kv_stride + (head - p.q_heads - p.kv_heads) * p.head_dim;
+            to = p.out_v + int64_t(extra.cell) * p.kv_stride + (head - p.q_heads - p.kv_heads) * p.head_dim;
         }
         to[place.at] = float_to_bf16(a);
         to[place.at + half] = float_to_bf16(b);
+    }
+}
+
+// Puts a warp's MMA sums where finish_tiles finds them: sums[warp][row of x][weight row].
+template <int NT, int TM>
+__device__ inline void put_sums(float* shared, int warp, int lane, const float (&sums)[TM][NT][4]) {
+    constexpr int STRIDE = 16 * TM + 4;  // + 4: no bank conflicts
+    float* mine = shared + warp * 8 * NT * STRIDE;
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < TM; ++i) {
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                mine[(8 * j + 2 * t + e % 2) * STRIDE + 16 * i + g + 8 * (e / 2)] = sums[i][j][e];
+            }
+        }
+    }
+}
+
+// The extra of the first output that this thread will finish.
+template <int EPILOGUE, int NT, int TM>
+__device__ inline Extra load_first_extra(const Params& p, int m0, int tile) {
+    constexpr int ROWS = TM * TILE_OUTPUTS<EPILOGUE>;
+    Extra extra{0, 0, 0};
+    if (EPILOGUE == ADD || EPILOGUE == QKV) {
+        const int m = m0 + int(threadIdx.x) / ROWS;
+        if (m < p.M && int(threadIdx.x) < 8 * NT * ROWS) {
+            extra = load_extra<EPILOGUE>(p, m, place_of<EPILOGUE>(p, tile, threadIdx.x % ROWS));
+        }
+    }
+    return extra;
+}
+
+// The sum of the parts of one output: 2 i and 2 i + 1, then these pairs in order.
+template <int MAX_WARPS, int STRIDE>
+__device__ inline float sum_parts(const float* at, int warps) {
+    float part[MAX_WARPS];
+#pragma unroll
+    for (int v = 0; v < MAX_WARPS; ++v) part[v] = v < warps ? at[v * STRIDE] : 0.0f;  // all reads in flight
+    float sum = part[0];
+#pragma unroll
+    for (int v = 0; v < MAX_WARPS; v += 2) {
+        const float pair = v + 1 < MAX_WARPS && v + 1 < warps ? part[v] + part[v + 1] : part[v];
+        sum = v == 0 ? pair : v < warps ? sum + pair : sum;
+    }
+    return sum;
+}
+
+// Finishes the outputs of TM tiles, by `threads` threads.
+template <int EPILOGUE, int NT, int TM, int MAX_WARPS>
+__device__ inline void finish_tiles(const Params& p, const float* shared, int warps, int threads, int m0, int tile,
+                                    const Extra& first_extra) {
+    constexpr int COLUMNS = 8 * NT, STRIDE = 16 * TM + 4, OUTPUTS = TILE_OUTPUTS<EPILOGUE>, ROWS = TM * OUTPUTS;
+    const int outputs = min(COLUMNS, p.M - m0) * ROWS;  // a multiple of 16, or pairs
+    for (int index = threadIdx.x; index < outputs; index += threads) {
+        const int column = index / ROWS, row = index % ROWS, m = m0 + column;
+        const float* at = shared + column * STRIDE + 16 * (row / OUTPUTS) + row % OUTPUTS;
+        const float first = sum_parts<MAX_WARPS, COLUMNS * STRIDE>(at, warps);
+        const float second = PAIRED<EPILOGUE> ? sum_parts<MAX_WARPS, COLUMNS * STRIDE>(at + 8, warps) : 0.0f;
+        const Place place = place_of<EPILOGUE>(p, tile, row);
+        Extra extra = first_extra;
+        if ((EPILOGUE == ADD || EPILOGUE == QKV) && index >= threads) extra = load_extra<EPILOGUE>(p, m, place);
+        finish<EPILOGUE>(p, m, place, first, second, extra);
     }
 }
 

@@ -27,7 +27,10 @@ class Params(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "weight", "norm_weight", "sumsq_in", "residual", "cos", "sin")),
         *((name, ctypes.c_void_p) for name in ("write_index", "out", "out_k", "out_v", "sumsq_out")),
         *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride", "angle_stride", "kv_stride")),
-        *((name, ctypes.c_int32) for name in ("M", "N", "K", "tiles", "chunks_per_part", "num_sumsq", "m_groups")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("M", "N", "K", "tiles", "chunks_per_part", "slots", "num_sumsq", "m_groups")
+        ),
         *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first")),
         *((name, ctypes.c_float) for name in ("eps", "inverse_width")),
     )
@@ -40,94 +43,105 @@ class Variant:
     Args:
         row_tiles: tiles of 8 rows of x in a CTA.
         weight_tiles: tiles of 16 weight rows that a CTA takes at a time.
-        depth, x_depth: chunks (32 k) of weights and of x in flight per thread.
-        loop: CTAs on an SM, each of which takes several tiles in turn; 0: a CTA for each.
+        depth: chunks (32 k) of weights in flight per thread; bulk: of each part in a slot of the ring.
+        x_depth: chunks of x that a thread holds.
         max_warps: that the registers allow.
+        bulk: weights come by bulk copies (bulk_gemm.cuh), not by loads (skinny_gemm.cuh).
     """
 
     row_tiles: int
     weight_tiles: int
     depth: int
     x_depth: int
-    loop: int
     max_warps: int
+    bulk: bool = False
 
     def name(self, epilogue: Epilogue, norm: bool) -> str:
         """The kernel's name in the cubin."""
-        cut = (self.row_tiles, self.weight_tiles, self.depth, self.x_depth, self.loop)
-        return f"skinny_{int(epilogue)}_{int(norm)}_" + "_".join(map(str, cut))
+        cut = (self.row_tiles, self.weight_tiles, self.depth, self.x_depth)
+        return f"{'bulk' if self.bulk else 'skinny'}_{int(epilogue)}_{int(norm)}_" + "_".join(map(str, cut))
 
-    def shared_bytes(self, warps: int) -> int:
-        """Of one CTA: the sums of each warp in fp32."""
-        return 4 * warps * 8 * self.row_tiles * (16 * self.weight_tiles + 4)
+    @property
+    def resident(self) -> bool:
+        """Bulk: x is read once, not once a tile; all chunks of a part must fit in x_depth."""
+        return self.bulk and self.x_depth == RESIDENT_CHUNKS
+
+    def sum_bytes(self, parts: int) -> int:
+        """Of shared memory for the parts' sums in fp32."""
+        return 4 * parts * 8 * self.row_tiles * (16 * self.weight_tiles + 4) * (2 if self.resident else 1)
+
+    def slots(self, parts: int, shared: int) -> int:
+        """Of the ring, where a CTA may take `shared` bytes."""
+        slot = 1024 * self.weight_tiles * self.depth * parts
+        return min(MAX_SLOTS, (shared - BARRIER_BYTES - self.sum_bytes(parts)) // slot)
+
+    def shared_bytes(self, parts: int, shared: int) -> int:
+        """Of one CTA."""
+        if not self.bulk:
+            return self.sum_bytes(parts)
+        ring = self.slots(parts, shared) * 1024 * self.weight_tiles * self.depth * parts
+        return BARRIER_BYTES + ring + self.sum_bytes(parts)
 
 
-SHORT_K, SHORT_K_PAIRS = Variant(1, 1, 4, 4, 0, 12), Variant(1, 2, 4, 4, 0, 12)
-ONE_TILE, ONE_TILE_SHALLOW, ONE_TILE_LOOP = (
-    Variant(1, 1, 8, 2, 0, 8),
-    Variant(1, 1, 4, 2, 0, 8),
-    Variant(1, 1, 8, 2, 2, 8),
+MAX_SLOTS, BARRIER_BYTES = 15, 256  # as in bulk_gemm.cuh
+MIN_SLOTS = 4  # a shorter ring hides nothing
+RESIDENT_CHUNKS = 16
+SHORT_K, SHORT_K_PAIRS, SHORT_K_16 = Variant(1, 1, 4, 4, 12), Variant(1, 2, 4, 4, 12), Variant(2, 2, 4, 2, 12)
+ONE_TILE, TWO_TILES = Variant(1, 1, 4, 2, 8), Variant(1, 2, 4, 2, 8)
+ROWS_16, ROWS_32, ROWS_64 = Variant(2, 2, 4, 1, 8), Variant(4, 2, 2, 1, 12), Variant(8, 2, 2, 1, 8)
+BULK = Variant(1, 1, 1, RESIDENT_CHUNKS, 8, bulk=True)
+BULK_LONG_K = Variant(1, 2, 1, 4, 8, bulk=True)
+BULK_16, BULK_16_PAIRS = Variant(2, 1, 1, 4, 8, bulk=True), Variant(2, 2, 1, 2, 8, bulk=True)
+VARIANTS = (
+    *(SHORT_K, SHORT_K_PAIRS, SHORT_K_16, ONE_TILE, TWO_TILES, ROWS_16, ROWS_32, ROWS_64),
+    *(BULK, BULK_LONG_K, BULK_16, BULK_16_PAIRS),
 )
-TWO_TILES, TWO_TILES_LOOP, TWO_TILES_DEEP = (
-    Variant(1, 2, 4, 2, 0, 8),
-    Variant(1, 2, 4, 2, 2, 8),
-    Variant(1, 2, 8, 2, 1, 8),
-)
-SHORT_K_LOOP = Variant(1, 2, 3, 3, 2, 8)
-SHORT_K_16, ROWS_16 = Variant(2, 2, 4, 2, 0, 12), Variant(2, 2, 4, 1, 0, 8)
-ROWS_32, ROWS_64 = Variant(4, 2, 2, 1, 0, 12), Variant(8, 2, 2, 1, 0, 8)
 MAX_ROWS = 128
 MAX_WARPS = 12
 IN_L2 = 8 << 20  # bytes of a weight that other CTAs find in the L2 once one has read it
 
 
-def variants(epilogue: Epilogue, norm: bool) -> tuple[Variant, ...]:
-    """Every kernel compiled for an epilogue, with or without a norm in front."""
-    common = (
-        SHORT_K_PAIRS,
-        TWO_TILES,
-        TWO_TILES_LOOP,
-        TWO_TILES_DEEP,
-        SHORT_K_16,
-        ROWS_16,
-        ROWS_32,
-        ROWS_64,
-    )
-    if epilogue in (Epilogue.GATE_UP, Epilogue.QKV):
-        return common
-    return (SHORT_K, SHORT_K_LOOP, ONE_TILE_SHALLOW, ONE_TILE, ONE_TILE_LOOP, *common)
-
-
 def norms(epilogue: Epilogue) -> tuple[bool, ...]:
-    """Whether kernels with a norm in front, without, or both are compiled."""
+    """Whether kernels with a norm in front, without, or both are compiled; all have every variant."""
     return {Epilogue.ADD: (False,), Epilogue.GATE_UP: (True,)}.get(epilogue, (False, True))
 
 
 def split_k(width: int, norm: bool) -> tuple[int, int]:
-    """(parts, chunks of 32 in each) of a K of `width`: part of the arithmetic, so the same for any number of rows."""
+    """(parts, chunks of 32 in the longest) of a K of `width`: arithmetic, so the same for any number of rows."""
     chunks = width // 32
     per_part = -(-chunks // (MAX_WARPS if not norm and chunks <= 4 * MAX_WARPS else 8))
     return -(-chunks // per_part), per_part
 
 
-def choose(epilogue: Epilogue, rows: int, tiles: int, width: int, parts: int, per_part: int, sms: int) -> Variant:
-    """The kernel for `rows` rows of x; tiles: of 16 outputs or pairs."""
-    pairs = epilogue in (Epilogue.GATE_UP, Epilogue.QKV)
-    weight_tiles = tiles * (2 if pairs else 1)
+@dataclass(frozen=True)
+class Device:
+    """What the choice of a kernel asks of a card.
+
+    Args:
+        sms: multiprocessors.
+        bulk_bytes: of shared memory for a CTA of which two fit on one; 0: the card has no bulk copies.
+    """
+
+    sms: int
+    bulk_bytes: int
+
+
+def choose(rows: int, tiles: int, width: int, parts: int, per_part: int, device: Device) -> Variant:
+    """The kernel for `rows` rows of x; tiles: of 16 weight rows."""
     short = per_part <= 4
-    if weight_tiles * 32 * width <= IN_L2 and short:
-        ctas = -(-weight_tiles // 2)
-        if rows <= 8 and not pairs and weight_tiles <= 2 * sms:
-            return SHORT_K
+    in_l2 = tiles * 32 * width <= IN_L2
+    if in_l2 and short:
+        ctas = -(-tiles // 2)
         for variant in (SHORT_K_PAIRS, SHORT_K_16, ROWS_32):  # the fewest rows of x in a CTA that fill the SMs once
-            if ctas * -(-rows // (8 * variant.row_tiles)) <= sms or rows <= 8 * variant.row_tiles:
+            if ctas * -(-rows // (8 * variant.row_tiles)) <= device.sms or rows <= 8 * variant.row_tiles:
                 return variant
         return ROWS_32 if parts > ROWS_64.max_warps else ROWS_64
+    if not in_l2 and rows <= 16 and parts <= BULK.max_warps:
+        found = _bulk(rows, tiles, per_part, device.sms)
+        if device.bulk_bytes and found.slots(parts, device.bulk_bytes) >= MIN_SLOTS:
+            return found
     if rows <= 8:
-        if short:
-            whole = per_part == SHORT_K_LOOP.depth and width == 32 * parts * per_part
-            return SHORT_K_LOOP if whole and parts <= SHORT_K_LOOP.max_warps and not pairs else SHORT_K_PAIRS
-        return TWO_TILES if pairs or weight_tiles >= 8 * sms else ONE_TILE
+        return SHORT_K if short else TWO_TILES if tiles >= 8 * device.sms else ONE_TILE
     if rows <= 16:
         return SHORT_K_16 if short else ROWS_16
     if rows <= 32 or parts > ROWS_64.max_warps:
@@ -135,12 +149,24 @@ def choose(epilogue: Epilogue, rows: int, tiles: int, width: int, parts: int, pe
     return ROWS_64
 
 
+def _bulk(rows: int, tiles: int, per_part: int, sms: int) -> Variant:
+    if rows <= 8 and per_part <= RESIDENT_CHUNKS:
+        return BULK
+    # Two tiles at a time halve the reads of x, if there are any after the first, but must not leave SMs idle.
+    pairs = per_part > BULK_16.x_depth and 2 * -(-tiles // (2 * sms)) <= -(-tiles // sms)
+    if rows <= 8:
+        return BULK_LONG_K if pairs else BULK_16
+    return BULK_16_PAIRS if pairs else BULK_16
+
+
 @functools.cache
 def _module(epilogue: Epilogue, device: int) -> driver.Module:
+    shared = _device(device).bulk_bytes
     functions = [
-        (variant.name(epilogue, norm), variant.shared_bytes(variant.max_warps))
+        (variant.name(epilogue, norm), variant.shared_bytes(variant.max_warps, shared))
         for norm in norms(epilogue)
-        for variant in variants(epilogue, norm)
+        for variant in VARIANTS
+        if shared or not variant.bulk
     ]
     return driver.Module(build.cubins(capability())[int(epilogue)], device, functions)
 
@@ -166,37 +192,38 @@ def _stream(device: int) -> int:
 
 
 @functools.cache
-def _sms(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _device(device: int) -> Device:
+    properties = torch.cuda.get_device_properties(device)
+    half = properties.shared_memory_per_multiprocessor // 2 - 1024  # the system takes 1 KB of each CTA
+    return Device(properties.multi_processor_count, half if capability() >= 90 else 0)
 
 
-def launch(epilogue: Epilogue, norm: bool, tiles: int, params: Params, device: int, override: Override) -> None:
-    """Fill the cut into `params` and launch on torch's current stream.
-
-    Args:
-        tiles: tiles of 16 outputs (or pairs of outputs).
-    """
+def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:
+    """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows."""
     parts, per_part = split_k(params.K, norm)
     if override.parts is not None:
         per_part = -(-(params.K // 32) // override.parts)
         parts = -(-(params.K // 32) // per_part)
-    sms = _sms(device)
-    variant = override.variant or choose(epilogue, params.M, tiles, params.K, parts, per_part, sms)
-    if parts > variant.max_warps:
-        raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")
-    ctas = tiles if epilogue in (Epilogue.GATE_UP, Epilogue.QKV) else -(-tiles // variant.weight_tiles)
-    params.tiles = ctas if epilogue in (Epilogue.GATE_UP, Epilogue.QKV) else ctas * variant.weight_tiles
+    card = _device(device)
+    tiles = -(-params.N // (8 if epilogue is Epilogue.GATE_UP else 16))
+    variant = override.variant or choose(params.M, tiles, params.K, parts, per_part, card)
+    units = -(-tiles // variant.weight_tiles)  # what a CTA takes at a time
+    params.tiles = units * variant.weight_tiles
     params.chunks_per_part = per_part
     params.m_groups = -(-params.M // (8 * variant.row_tiles))
     params.evict_first = int(override.evict_first and params.m_groups == 1)
-    if variant.loop:
-        if params.m_groups > 1 or params.K % (32 * parts) or per_part % variant.depth:
+    ctas, warps = units * params.m_groups, parts
+    if variant.bulk:
+        params.slots = variant.slots(parts, card.bulk_bytes)
+        if params.m_groups > 1 or params.slots < 1 or (variant.resident and per_part > variant.x_depth):
             raise ValueError(f"{params.M} rows, {parts} parts of {per_part}: {variant.name(epilogue, norm)} cannot")
-        ctas = min(ctas, variant.loop * sms)
+        ctas, warps = -(-units // -(-units // card.sms)), parts + 1  # each CTA walks over as many units as the others
+    if parts > variant.max_warps:
+        raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")
     _module(epilogue, device).functions[variant.name(epilogue, norm)].launch(
-        ctas * params.m_groups,
-        32 * parts,
-        variant.shared_bytes(parts),
+        ctas,
+        32 * warps,
+        variant.shared_bytes(parts, card.bulk_bytes),
         _stream(device),
         params,
         pdl=pdl_enabled() if override.pdl is None else override.pdl,

@@ -9,8 +9,8 @@ import torch
 class RowOrder(Enum):
     """In which order the rows of a weight [N, K] stand in its packed form, in tiles of 16.
 
-    ROWS: as they are. GATE_UP: 16 gate rows, then the 16 up rows of the same index. HEADS: within each head 16 rows of
-    its first half, then the 16 that a rotation pairs with them. So what one CTA needs lies side by side.
+    ROWS: as they are. GATE_UP: 8 gate rows, then the 8 up rows of the same index. HEADS: within each head 8 rows of its
+    first half, then the 8 that a rotation pairs with them. So a tile holds whole pairs.
     """
 
     ROWS = "rows"
@@ -72,13 +72,13 @@ def _rows(order: RowOrder, n: int, head_dim: int) -> torch.Tensor:
     if order is RowOrder.GATE_UP:
         if n % 2:
             raise ValueError(f"{n} gate and up rows; expected an even number")
-        gate = _padded(n // 2, 16).view(-1, 16)  # [tiles / 2, 16]
+        gate = _padded(n // 2, 16).view(-1, 8)  # [tiles, 8]
         up = torch.where(gate < 0, -1, gate + n // 2)
-        return torch.stack((gate, up), 1).flatten()  # [tiles / 2, 2, 16] -> [16 tiles]
+        return torch.stack((gate, up), 1).flatten()  # [tiles, 2, 8] -> [16 tiles]
     if order is RowOrder.HEADS:
         if head_dim <= 0 or head_dim % 32 or n % head_dim:
             raise ValueError(f"{n} rows in heads of {head_dim}; expected whole heads, their size a multiple of 32")
-        return torch.arange(n).view(-1, 2, head_dim // 32, 16).transpose(1, 2).flatten()  # [heads, 2, d / 32, 16]
+        return torch.arange(n).view(-1, 2, head_dim // 16, 8).transpose(1, 2).flatten()  # [heads, 2, d / 16, 8]
     return _padded(n, 32)
 
 

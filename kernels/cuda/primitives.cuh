@@ -79,6 +79,57 @@ __device__ inline float shuffle_xor(uint32_t mask, float v, int lane_mask) {
     return __shfl_xor_sync(mask, v, lane_mask);
 }
 
+// Barriers in shared memory and copies that arrive at them, all by address in shared memory. A barrier's phase is over
+// when all that it counts have arrived and all the bytes that it was told to expect are there; waiting for parity 0 is
+// waiting for the first phase.
+#if __CUDA_ARCH__ >= 900
+__device__ inline uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+__device__ inline void barrier_init(uint32_t barrier, int count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+// Copies see the barriers.
+__device__ inline void barrier_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ inline void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_expect(uint32_t barrier, int bytes) {  // arrives, too
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+// `bytes` (a multiple of 16) into shared memory.
+__device__ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+__device__ inline uint4 load_shared(uint32_t from) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(from)
+                 : "memory");
+    return v;
+}
+__device__ inline void sync_warp() { __syncwarp(); }
+// The first `threads` threads of the CTA.
+__device__ inline void sync_some(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+#endif
+
 // Programmatic dependent launch: lets the next kernel start; waits until the kernel before is done and its writes are
 // seen. Without the launch attribute both do nothing.
 __device__ inline void pdl_launch_dependents() {

@@ -27,7 +27,7 @@ def norm_linear(
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
     if rows:
-        launch(Epilogue.STORE, norm is not None, -(-n // 16), params, _device(out), override)
+        launch(Epilogue.STORE, norm is not None, params, _device(out), override)
     return out
 
 
@@ -42,7 +42,7 @@ def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream, *, overrid
     params.residual, params.residual_stride = stream.rows.data_ptr(), stream.rows.stride(0)
     params.out, params.sumsq_out, params.N = out.data_ptr(), sumsq.data_ptr(), n
     if rows:
-        launch(Epilogue.ADD, False, -(-n // 16), params, _device(out), override)
+        launch(Epilogue.ADD, False, params, _device(out), override)
     return Stream(out, sumsq)
 
 
@@ -53,7 +53,7 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: PackedWeight, *, override: 
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
     if rows:
-        launch(Epilogue.GATE_UP, True, -(-n // 16), params, _device(out), override)
+        launch(Epilogue.GATE_UP, True, params, _device(out), override)
     return out
 
 
@@ -111,7 +111,7 @@ def norm_qkv(
     params.out, params.N = q.data_ptr(), weight.shape[0]
     params.q_heads, params.kv_heads, params.head_dim = heads.q, heads.kv, heads.dim
     if rows:
-        launch(Epilogue.QKV, norm is not None, total * heads.dim // 32, params, _device(q), override)
+        launch(Epilogue.QKV, norm is not None, params, _device(q), override)
     return q, k, v
 
 

@@ -3,16 +3,18 @@
     python tests/benchmarks/skinny_gemm_bench.py [--only shapes|chains|dependent] [--ceiling 4.55]
 
 Times are the median of graph replays. `plan` is the kernel that serving would take; the others are the same sum cut
-otherwise: row tiles . weight tiles . depth . depth of x . loop.
+otherwise: row tiles . weight tiles . depth . depth of x, b in front for bulk copies.
 """
 
 import argparse
+import contextlib
+import dataclasses
 import functools
 import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ import torch.nn.functional as F
 
 from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import launch, skinny_gemm
-from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.cuda.launch import Override, Variant
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder, pack
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
@@ -62,19 +64,31 @@ def seconds_per_replay(work: Callable[[], object], replays: int = 7) -> float:
     return statistics.median(times)
 
 
-def others(rows: int, width: int) -> list[tuple[str, Override]]:
+@contextlib.contextmanager
+def bulk_bytes_of(bulk_bytes: int | None) -> Iterator[None]:
+    """A card on which a CTA may take so much shared memory for a ring (0: none); None: as it is."""
+    kept = launch._device
+    if bulk_bytes is not None:
+        card = dataclasses.replace(kept(torch.cuda.current_device()), bulk_bytes=bulk_bytes)
+        launch._device = lambda device: card
+    try:
+        yield
+    finally:
+        launch._device = kept
+
+
+def others(rows: int) -> list[tuple[str, Override]]:
     """Cuts to compare with the plan: every kernel that takes the rows in at most eight groups, few to spare."""
     found = []
-    for variant in launch.variants(Epilogue.STORE, False):
+    for variant in launch.VARIANTS:
         if rows <= 8 * 8 * variant.row_tiles and (variant.row_tiles == 1 or rows > 4 * variant.row_tiles):
             found.append((label(variant), Override(variant=variant)))
-    if rows <= 8:
-        found.append(("plan, evict_first off", Override(evict_first=False)))
     return found
 
 
 def label(variant: Variant) -> str:
-    return f"{variant.row_tiles}.{variant.weight_tiles}.{variant.depth}.{variant.x_depth}.{variant.loop}"
+    cut = f"{variant.row_tiles}.{variant.weight_tiles}.{variant.depth}.{variant.x_depth}"
+    return f"b{cut}" if variant.bulk else cut
 
 
 def shapes(ceiling: float) -> list[dict[str, object]]:
@@ -100,7 +114,7 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
             for name, override in [
                 ("plan", Override()),
                 ("plan, no PDL", Override(pdl=False)),
-                *others(rows, k),
+                *others(rows),
             ]:
                 try:
                     error = float((kernel(override).float() - expected).norm() / expected.norm())
@@ -211,7 +225,10 @@ def check(chain: Chain, name: str) -> None:
     error = float((found.float() - expected).norm() / expected.norm())
     same = found.equal(chain.forward(x, skinny_gemm, override=Override(pdl=False)))
     one = found[:1].equal(chain.forward(x[:1], skinny_gemm))
-    print(f"{name}: relative error to the twins {error:.4f}, same bits without PDL: {same}, alone: {one}", flush=True)
+    with bulk_bytes_of(0):
+        bulk = found.equal(chain.forward(x, skinny_gemm))
+    words = f"same bits without PDL: {same}, alone: {one}, without bulk copies: {bulk}"
+    print(f"{name}: relative error to the twins {error:.4f}, {words}", flush=True)
 
 
 def chains(ceiling: float) -> list[dict[str, object]]:
@@ -227,16 +244,21 @@ def chains(ceiling: float) -> list[dict[str, object]]:
             x = torch.randn(rows, chain.hidden, device="cuda").bfloat16()
             line = f"{name} M={rows:<3}"
             times = {}
-            for words, override in (
-                ("PDL", Override()),
-                ("no PDL", Override(pdl=False)),
-                ("PDL, evict_first off", Override(evict_first=False)),
-                *((label(v), Override(variant=v)) for v in launch.variants(Epilogue.QKV, True)),
+            for words, override, bulk_bytes in (
+                ("plan", Override(), None),
+                ("no PDL", Override(pdl=False), None),
+                ("evict_first off", Override(evict_first=False), None),
+                ("no bulk copies", Override(), 0),
+                ("short rings", Override(), 80 << 10),
+                (label(launch.BULK_16), Override(variant=launch.BULK_16), None),
+                (label(launch.TWO_TILES), Override(variant=launch.TWO_TILES), None),
             ):
-                if override.variant and not rows <= 8 * override.variant.row_tiles <= max(8, 2 * rows):
+                if words not in ("plan", "no PDL") and rows > 16:
                     continue
                 try:
-                    seconds = seconds_per_replay(functools.partial(chain.forward, x, skinny_gemm, override=override))
+                    with bulk_bytes_of(bulk_bytes):
+                        work = functools.partial(chain.forward, x, skinny_gemm, override=override)
+                        seconds = seconds_per_replay(work)
                 except ValueError:
                     continue  # a kernel that has not the registers for one of the products
                 rate = chain.bytes / seconds / 1e12

@@ -110,14 +110,10 @@ TWIN = {
 KERNEL = {name: getattr(skinny_gemm, name) for name in TWIN}
 EPILOGUES = {"store": Epilogue.STORE, "add": Epilogue.ADD, "gate_up": Epilogue.GATE_UP, "qkv": Epilogue.QKV}
 CASES = [("store", False), ("store", True), ("add", False), ("gate_up", True), ("qkv", False), ("qkv", True)]
-EVERY_KERNEL = [(op, norm, v) for op, norm in CASES for v in launch.variants(EPILOGUES[op], norm)]
+EVERY_KERNEL = [(op, norm, v) for op, norm in CASES for v in launch.VARIANTS]
 
 
-def every_kernel_size(variant: Variant, sms: int) -> tuple[int, int]:
-    """N, K: 3 tiles of 16 rows, 11 chunks: five warps with two and one with one. Loops: three turns, whole rounds."""
-    return (
-        (16 * (2 * variant.loop * variant.weight_tiles * sms + 1), 256 * variant.depth) if variant.loop else (48, 352)
-    )
+EVERY_N, EVERY_K = 80, 1184  # 5 tiles of 16 rows or 10 of pairs; 37 chunks: five parts of five, three of four
 
 
 def same_but_for_rounding(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -145,22 +141,26 @@ def sums_are_of_what_was_written(found: dict[str, torch.Tensor]) -> None:
 def test_every_kernel_reads_each_weight_once_and_gives_the_product(
     emulator: Any, op: str, norm: bool, variant: Variant
 ) -> None:
-    n, k = every_kernel_size(variant, 2)
+    """The rings are shorter than what goes through them."""
     rows = 8 * variant.row_tiles - 3
-    case = Case(op, rows, n, k, norm=norm, sums=True)
+    case = Case(op, rows, EVERY_N, EVERY_K, norm=norm, sums=True)
     found = case.run(KERNEL, override=Override(variant=variant, parts=8))
     assert emulator.names[-1] == variant.name(EPILOGUES[op], norm)
     assert emulator.faults == 0
     assert (emulator.reads == emulator.groups).all()
-    assert emulator.reads.shape[1:] == (k // 32, 64)
+    assert emulator.reads.shape[1:] == (EVERY_K // 32, 64)
     same_but_for_rounding(found, case.run(TWIN))
     sums_are_of_what_was_written(found)
 
 
 @pytest.mark.parametrize(("op", "norm"), CASES)
 @pytest.mark.parametrize("k", [64, 2080])
-def test_bits_of_a_row_do_not_depend_on_the_others(emulator: Any, op: str, norm: bool, k: int) -> None:
+def test_bits_of_a_row_do_not_depend_on_the_others(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, k: int
+) -> None:
     """k = 2080: 65 chunks, so each warp reloads its slots several times and the last warp has fewer."""
+    if k == 2080:
+        monkeypatch.setattr(launch, "IN_L2", 0)  # few rows: bulk copies
     case = Case(op, 70, 16, k, norm=norm, sums=False)
     whole = case.run(KERNEL)
     assert emulator.groups >= 2
@@ -172,11 +172,12 @@ def test_bits_of_a_row_do_not_depend_on_the_others(emulator: Any, op: str, norm:
             if name != "cache":
                 assert value.equal(whole[name][:rows]), (name, rows)
     assert len(set(emulator.names)) >= 3  # kernels
+    assert any(name.startswith("bulk") for name in emulator.names) == (k == 2080)
 
 
-@pytest.mark.parametrize("variant", launch.variants(Epilogue.ADD, False))
+@pytest.mark.parametrize("variant", launch.VARIANTS)
 def test_bits_do_not_depend_on_the_variant(emulator: Any, variant: Variant) -> None:
-    case = Case("add", 5, 88, 6144, norm=False, sums=False)
+    case = Case("add", 5, 88, 3104, norm=False, sums=False)
     a, b = case.run(KERNEL), case.run(KERNEL, override=Override(variant=variant))
     assert a["rows"].equal(b["rows"])
     assert a["sumsq"].equal(b["sumsq"])
@@ -227,9 +228,9 @@ def test_packed_weights_hold_every_row_where_the_matrix_unit_wants_it(order: Row
     tile, chunk, half, g, t = 1, 2, 1, 3, 2
     row = 16 * tile + 8 * half + g  # of the weight
     if order is RowOrder.GATE_UP:
-        row += n // 2 - 16  # the second tile: up rows of the first 16
+        row = n // 2 + 8 + g  # up rows of the second 8
     elif order is RowOrder.HEADS:
-        row += 32 - 16  # the second tile: the second half of the first head
+        row = 32 + 8 + g  # the second half of the first head
     assert packed.data[tile, chunk, half, 4 * g + t].equal(weight[row, 32 * chunk + 8 * t :][:8])
     assert int((packed.data != 0).sum()) == int((weight != 0).sum())  # nothing but the weight and zeros
 
@@ -249,19 +250,12 @@ def test_what_cannot_be_packed_is_refused() -> None:
 def test_lists_of_kernels_agree() -> None:
     """launch.py and skinny_gemm.cu name the same kernels, and the registers of none are promised to too many warps."""
     source = (Path(launch.__file__).parent / "skinny_gemm.cu").read_text()
-    groups = {
-        name: re.findall(r"SKINNY\(EPILOGUE, NORM, (\d), (\d), (\d), (\d), (\d), (\d+), .*\)", body)
-        for name, body in re.findall(r"#define (FOR_\w+)\(EPILOGUE, NORM\)(.*?)\n\n", source, re.DOTALL)
-    }
-    assert len(groups) >= 2
-    compiled: dict[str, int] = {}
-    section = source[source.index("#if SLIPSTREAM_EPILOGUE == 0") :]
-    for group, epilogue, norm in re.findall(r"(FOR_\w+)\((\d), (\d)\)", section):
-        for *cut, warps in groups[group]:
-            compiled[f"skinny_{epilogue}_{norm}_" + "_".join(cut)] = int(warps)
+    kernels = re.findall(r"(SKINNY|BULK)\(EPILOGUE, NORM, (\d), (\d), (\d), (\d+), (\d+), ([^)\s]+)", source)
+    compiled = {(kind == "BULK", *map(int, numbers), last == "true") for kind, *numbers, last in kernels}
     listed = {
-        v.name(e, norm): v.max_warps for e in Epilogue for norm in launch.norms(e) for v in launch.variants(e, norm)
+        (v.bulk, v.row_tiles, v.weight_tiles, v.depth, v.x_depth, v.max_warps, v.resident) for v in launch.VARIANTS
     }
+    assert len(kernels) == len(launch.VARIANTS)
     assert compiled == listed
 
 
@@ -270,13 +264,28 @@ def test_lists_of_kernels_agree() -> None:
 def test_parts_cover_k(k: int, norm: bool) -> None:
     parts, per_part = launch.split_k(k, norm)
     assert (parts - 1) * per_part < k // 32 <= parts * per_part
-    for rows in (1, 8, 9, 17, 33, 128):
-        for epilogue in Epilogue:
+    for rows in (1, 8, 9, 16, 17, 33, 128):
+        for bulk_bytes in (0, 50176, 115712):  # sm_80, sm_120, sm_90
             for tiles in (3, 60, 192, 8016):
-                variant = launch.choose(epilogue, rows, tiles, k, parts, per_part, 132)
+                device = launch.Device(132, bulk_bytes)
+                variant = launch.choose(rows, tiles, k, parts, per_part, device)
                 assert parts <= variant.max_warps
-                if norm in launch.norms(epilogue):
-                    assert variant in launch.variants(epilogue, norm)
+                assert variant.shared_bytes(parts, bulk_bytes) <= max(99 << 10, bulk_bytes)
+                assert bulk_bytes or not variant.bulk
+                assert per_part <= variant.x_depth or not variant.resident
+                assert rows <= 16 or not variant.bulk
+
+
+def test_large_weights_of_few_rows_come_by_bulk_copies() -> None:
+    """The products of Llama-3.1-8B on an H200: how many tiles the busiest CTA takes says how even the work is."""
+    device = launch.Device(132, 115712)
+    for n, k, busiest in ((6144, 4096, 3), (4096, 4096, 2), (28672, 4096, 14), (4096, 14336, 2), (128256, 4096, 61)):
+        for rows in (1, 8, 9, 16):
+            variant = launch.choose(rows, n // 16, k, *launch.split_k(k, True), device)
+            assert variant.bulk
+            units = -(-n // 16 // variant.weight_tiles)
+            assert -(-units // 132) * variant.weight_tiles <= busiest + 1
+            assert variant.slots(8, device.bulk_bytes) >= 5
 
 
 def test_a_host_without_nvcc_says_so_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
@@ -300,8 +309,7 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 @GPU
 @pytest.mark.parametrize(("op", "norm", "variant"), EVERY_KERNEL)
 def test_gpu_every_kernel(op: str, norm: bool, variant: Variant) -> None:
-    n, k = every_kernel_size(variant, torch.cuda.get_device_properties(0).multi_processor_count)
-    case = Case(op, 8 * variant.row_tiles - 3, n, k, "cuda", norm=norm, sums=True)
+    case = Case(op, 8 * variant.row_tiles - 3, EVERY_N, EVERY_K, "cuda", norm=norm, sums=True)
     found = case.run(KERNEL, override=Override(variant=variant, parts=8))
     same_but_for_rounding(found, case.run(TWIN))
     sums_are_of_what_was_written(found)
@@ -310,8 +318,10 @@ def test_gpu_every_kernel(op: str, norm: bool, variant: Variant) -> None:
 @pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize(("op", "norm"), CASES)
-@pytest.mark.parametrize(("n", "k"), [(576, 576), (1536, 576), (576, 1536), (1008, 4096), (1008, 14336)])
-def test_gpu_rows_and_twin(op: str, norm: bool, n: int, k: int) -> None:
+@pytest.mark.parametrize(("n", "k"), [(576, 576), (1536, 576), (576, 1536), (3600, 4096), (4304, 14336)])
+def test_gpu_rows_and_twin(monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, n: int, k: int) -> None:
+    if k >= 4096:
+        monkeypatch.setattr(launch, "IN_L2", 0)  # few rows: bulk copies
     case = Case(op, 128, n, k, "cuda", norm=norm, sums=True)
     whole = case.run(KERNEL)
     same_but_for_rounding(whole, case.run(TWIN))
@@ -326,7 +336,8 @@ def test_gpu_rows_and_twin(op: str, norm: bool, n: int, k: int) -> None:
 
 @pytest.mark.gpu
 @GPU
-def test_gpu_chain_in_a_graph_is_the_same_with_dependent_launch() -> None:
+@pytest.mark.parametrize(("hidden", "inner"), [(576, 1536), (2048, 8192)])
+def test_gpu_chain_in_a_graph_is_the_same_with_dependent_launch(hidden: int, inner: int) -> None:
     """Ten dependent layers: a wait that is missing shows as other bits sooner or later."""
     torch.use_deterministic_algorithms(False)  # it would put a kernel that fills with NaN between ours
     made = torch.Generator(device="cuda").manual_seed(0)
@@ -334,11 +345,10 @@ def test_gpu_chain_in_a_graph_is_the_same_with_dependent_launch() -> None:
     def random(*shape: int, scale: float) -> torch.Tensor:
         return (torch.randn(*shape, generator=made, device="cuda") * scale).bfloat16()
 
-    hidden, inner = 576, 1536
     layers = [
         (
-            packing.pack(random(2 * inner, hidden, scale=0.04), RowOrder.GATE_UP),
-            packing.pack(random(hidden, inner, scale=0.04)),
+            packing.pack(random(2 * inner, hidden, scale=hidden**-0.5), RowOrder.GATE_UP),
+            packing.pack(random(hidden, inner, scale=inner**-0.5)),
             random(hidden, scale=0.1) + 1,
         )
         for _ in range(10)

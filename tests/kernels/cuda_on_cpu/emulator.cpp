@@ -7,6 +7,9 @@ namespace {
 void (*kernel)(slipstream::Params);
 slipstream::Params params;
 
+// Warps run apart: each now and then stands still for a while, so that a barrier that is missing shows.
+bool sleeps(long turns, int warp) { return uint32_t((turns / 24 * 8 + warp) * 2654435761u) >> 30 == 0; }
+
 void body() {
     kernel(params);
     emulator::lanes[emulator::current].done = true;
@@ -41,7 +44,9 @@ extern "C" long run(void (*function)(slipstream::Params), int grid, int threads,
         blockIdx.x = block;
         // What no thread wrote is NaN, inside what was asked for and outside of it.
         std::fill(shared, shared + sizeof(shared) / 4, NAN);
-        cta_barrier = Barrier();
+        cta_barrier = some_barrier = Barrier();
+        copy_barriers.clear();
+        copies.clear();
         warp_barriers.assign(3 * (threads / 32), Barrier());
         exchanged.assign(2 * threads, Exchanged());
         waited.assign(threads, 0);
@@ -54,15 +59,18 @@ extern "C" long run(void (*function)(slipstream::Params), int grid, int threads,
             lanes[i].context.uc_link = nullptr;
             makecontext(&lanes[i].context, body, 0);
         }
-        for (int left = threads; left > 0;) {
+        long turns = 0;
+        for (int left = threads; left > 0; land_copies()) {
+            if (++turns > 20000) return -2;  // a wait for what never comes
             for (int i = 0; i < threads; ++i) {
-                if (lanes[i].done) continue;
+                if (lanes[i].done || sleeps(turns, i / 32)) continue;
                 current = threadIdx.x = i;
                 swapcontext(&scheduler, &lanes[i].context);
                 left -= lanes[i].done;
             }
         }
         for (int i = 0; i < threads; ++i) never_waited += !waited[i];
+        outside_reads += copies.size();  // ended before its weights came
         for (int i = shared_bytes / 4; i < int(sizeof(shared) / 4); ++i) outside_reads += !std::isnan(shared[i]);
     }
     std::copy(weight_reads.begin(), weight_reads.end(), reads);

@@ -14,6 +14,7 @@ from slipstream.kernels.cuda.launch import Epilogue, Params
 _HERE = Path(__file__).parent
 _SOURCES = Path(cuda_launch.__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
+BULK_BYTES = 84 << 10  # rings of four to nine slots
 
 
 def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
@@ -37,18 +38,17 @@ class Emulator:
         self.names: list[str] = []
         self.groups = 0
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """For the rest of a test, launches come here; the card is an sm_90 with two SMs."""
+    def install(self, monkeypatch: pytest.MonkeyPatch, bulk_bytes: int = BULK_BYTES) -> None:
+        """For the rest of a test, launches come here; the card is an sm_90 with two SMs and room for short rings."""
         monkeypatch.setattr(cuda_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
         monkeypatch.setattr(cuda_launch, "_stream", lambda device: 0)
-        monkeypatch.setattr(cuda_launch, "_sms", lambda device: 2)
+        monkeypatch.setattr(cuda_launch, "_device", lambda device: cuda_launch.Device(sms=2, bulk_bytes=bulk_bytes))
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
 
     def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Params) -> None:
         library = self._libraries[epilogue]
-        tiles = params.tiles * (2 if epilogue in (Epilogue.GATE_UP, Epilogue.QKV) else 1)
-        reads = np.zeros((tiles, params.K // 32, 64), dtype=np.uint32)
+        reads = np.zeros((params.tiles, params.K // 32, 64), dtype=np.uint32)
         ranges = [params.x, params.x + 2 * ((params.M - 1) * params.x_stride + params.K)]
         if params.norm_weight:
             ranges += [params.norm_weight, params.norm_weight + 2 * params.K]

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <vector>
 
 #define __device__
@@ -14,6 +15,7 @@
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(threads, ctas)
+#define __align__(bytes)
 
 struct uint4 {
     uint32_t x, y, z, w;
@@ -25,7 +27,7 @@ struct Index {
     unsigned x;
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-float shared[1 << 16];
+alignas(128) float shared[1 << 16];
 using std::min;
 
 namespace emulator {
@@ -45,7 +47,7 @@ struct Exchanged {
 static std::vector<Lane> lanes;
 static ucontext_t scheduler;
 static unsigned current;
-static Barrier cta_barrier;
+static Barrier cta_barrier, some_barrier;
 static std::vector<Barrier> warp_barriers;             // [warp][whole, lower half, upper half]
 static std::vector<Exchanged> exchanged;               // [parity][thread]
 static const char* weight_begin;
@@ -54,6 +56,44 @@ static long outside_reads, unwaited_reads;
 static const char *activation_begin[8], *activation_end[8];
 static int num_activations;
 static std::vector<char> waited;
+static long turn;  // of the scheduler, over all threads
+
+struct CopyBarrier {
+    int count, pending, bytes = 0;  // arrivals of a phase, still missing ones, bytes still to come
+    long phases = 0;
+    void check() {
+        if (pending == 0 && bytes == 0) {
+            pending = count;
+            ++phases;
+        }
+    }
+};
+// A copy lands some turns after it was issued, in any order; until then its target is NaN.
+struct Copy {
+    uint32_t to, barrier;
+    const char* from;
+    int bytes;
+    long due;
+};
+static std::map<uint32_t, CopyBarrier> copy_barriers;
+static std::vector<Copy> copies;
+static long copies_issued;
+
+inline void land_copies() {
+    ++turn;
+    for (size_t i = 0; i < copies.size();) {
+        const Copy copy = copies[i];
+        if (copy.due > turn) {
+            ++i;
+            continue;
+        }
+        memcpy(reinterpret_cast<char*>(shared) + copy.to, copy.from, copy.bytes);
+        CopyBarrier& barrier = copy_barriers.at(copy.barrier);
+        barrier.bytes -= copy.bytes;
+        barrier.check();
+        copies.erase(copies.begin() + i);
+    }
+}
 
 inline void yield() {
     swapcontext(&lanes[current].context, &scheduler);
@@ -101,6 +141,46 @@ inline uint4 load_weight(const bf16* address, uint64_t) {
     ++emulator::weight_reads[at / 16];
     return load_16(address);
 }
+inline uint32_t shared_address(const void* pointer) {
+    return uint32_t(static_cast<const char*>(pointer) - reinterpret_cast<const char*>(shared));
+}
+inline void barrier_init(uint32_t barrier, int count) {
+    if (barrier % 8) ++emulator::outside_reads;
+    emulator::copy_barriers[barrier] = {count, count};
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(uint32_t barrier) {
+    emulator::CopyBarrier& at = emulator::copy_barriers.at(barrier);
+    if (at.pending == 0) ++emulator::outside_reads;
+    --at.pending;
+    at.check();
+}
+inline void barrier_expect(uint32_t barrier, int bytes) {
+    emulator::copy_barriers.at(barrier).bytes += bytes;
+    barrier_arrive(barrier);
+}
+// As the hardware: passes when the phase of this parity is the one before the current one.
+inline void barrier_wait(uint32_t barrier, uint32_t parity) {
+    while (uint32_t(emulator::copy_barriers.at(barrier).phases % 2) == parity) emulator::yield();
+}
+inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t) {
+    const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
+    if (to % 16 || at % 16 || bytes % 16 || bytes <= 0 || to + bytes > sizeof(shared) || at < 0 ||
+        size_t(at + bytes) > 16 * emulator::weight_reads.size()) {
+        ++emulator::outside_reads;
+        return;
+    }
+    for (int i = 0; i < bytes / 16; ++i) ++emulator::weight_reads[at / 16 + i];
+    std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
+    emulator::copies.push_back({to, barrier, reinterpret_cast<const char*>(from), bytes,
+                                emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+}
+inline uint4 load_shared(uint32_t from) {
+    return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
+}
+inline void sync_warp() { emulator::exchange(0xffffffffu, {}); }
+inline void sync_some(int threads) { emulator::arrive(emulator::some_barrier, threads); }
+
 inline uint4 load_activation(const bf16* address) {
     const char* at = reinterpret_cast<const char*>(address);
     for (int i = 0; i < emulator::num_activations; ++i) {
