@@ -34,7 +34,8 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     constexpr int BUFFERS = RESIDENT ? 2 : 1;  // of sums
     constexpr int SUMS = 8 * NT * (16 * TM + 4);
 
-    pdl_launch_dependents();
+    // Behind a QKV product attention reads old keys before its wait, so all before this kernel must be done by then.
+    if (EPILOGUE != QKV) pdl_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1;
     const uint32_t full = shared_address(shared), empty = full + 8 * MAX_SLOTS, ring = full + BARRIER_BYTES;
     const int piece = STEP * warps * CHUNK_BYTES, slot_bytes = TM * piece;  // a tile's part of a slot
@@ -89,6 +90,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     }
 
     pdl_wait();  // nothing above reads what another kernel writes
+    if (EPILOGUE == QKV) pdl_launch_dependents();
 
     const bf16* const x_begin = p.x + int64_t(g) * p.x_stride + k0;
     const int64_t x_step = 8 * p.x_stride;

@@ -138,7 +138,7 @@ def cut_us(
     batch, num_rows = q.shape[:2]
     at = context - num_rows + torch.arange(num_rows, device="cuda")
     positions = at.expand(batch, -1).contiguous()
-    turns = range(CALLS // len(caches))
+    turns = range(-(-CALLS // len(caches)))
     tables = [order.roll((i, i * (context // BLOCK)), (0, 1))[:batch].contiguous() for i in turns]
 
     def chain() -> torch.Tensor:
