@@ -183,9 +183,36 @@ def parity(
 
 @app.command()
 def bench(
-    config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False, force: Force = False
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CONFIG|engine|kernels",
+            help="A deployment file, or the word engine or kernels.",
+            show_default=False,
+        ),
+    ],
+    overrides: Overrides = None,
+    workdir: Workdir = None,
+    as_json: AsJson = False,
+    force: Force = False,
+    sizes: Annotated[
+        str | None, typer.Option(help="engine, kernels: sizes to time, such as smollm2,llama8b; default: all.")
+    ] = None,
+    rows: Annotated[Path | None, typer.Option(help="engine: record the figures in this JSON file.")] = None,
+    parts: Annotated[bool, typer.Option("--parts", help="engine: profile the kernels of a round as well.")] = False,
 ) -> None:
-    """Measure no speculation and speculation on the same prompts, interleaved. Needs a finished draft."""
+    """Measure no speculation and speculation on the same prompts, interleaved. Needs a finished draft.
+
+    `bench engine` times the engine on the card at hand instead, with models of known sizes and random weights, against
+    goals and the card's read rate; `bench kernels` times each op alone.
+    """
+    if str(config) in ("engine", "kernels"):
+        from slipstream.flows import bench_view
+
+        bench_view.bench(str(config), sizes, rows, parts, " ".join(["slipstream", *sys.argv[1:]]))
+        return
+    if sizes or rows or parts:
+        raise typer.BadParameter("only with `bench engine` or `bench kernels`", param_hint="--sizes, --rows, --parts")
     from slipstream.configs.load import load
 
     options = {"as_json": as_json, "force": force}

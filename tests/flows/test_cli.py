@@ -214,6 +214,25 @@ def test_short_commands_run_their_stages(
     assert ran == expected
 
 
+def test_bench_takes_two_words_beside_a_deployment(
+    run: Run, tmp_path: Path, left_over: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.flows import bench_view
+
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bench_view, "bench", lambda *arguments: asked.append(arguments))
+    assert run("bench", "engine", "--sizes", "smollm2", "--rows", "x.json", "--parts")[0] == 0
+    assert run("bench", "kernels")[0] == 0
+    line = "slipstream bench engine --sizes smollm2 --rows x.json --parts"
+    assert asked == [
+        ("engine", "smollm2", Path("x.json"), True, line),
+        ("kernels", None, None, False, "slipstream bench kernels"),
+    ]
+    code, _, err = run("bench", left_over.World(tmp_path).file, "--parts")
+    assert code == 2
+    assert "only with `bench engine` or `bench kernels`" in err
+
+
 def test_an_unknown_fault_is_a_wrong_command_line(run: Run, tmp_path: Path, left_over: ModuleType) -> None:
     code, _, err = run("parity", left_over.World(tmp_path).file, "--inject", "F5:slot=0", "--inject", "F77")
     assert code == 2

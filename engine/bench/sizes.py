@@ -1,0 +1,127 @@
+"""Models of known sizes with random weights, made on the device: what a step costs does not depend on the values."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from slipstream.engine.drafts.eagle3.config import Eagle3Config
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.dense import DenseModel
+from slipstream.engine.packed_weights import pack_for_device
+
+
+@dataclass(frozen=True)
+class Size:
+    """Dimensions of a target and of a draft for it."""
+
+    name: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied: bool
+    rope_theta: float
+    draft_vocab_size: int
+    draft_intermediate_size: int
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of a decoder layer's matrices."""
+        attention = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim * self.hidden_size
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def draft_step_parameters(self) -> int:
+        """Weights that one draft step reads: its layer (2h wide in front) and its head."""
+        h = self.hidden_size
+        attention = (
+            self.num_heads + 2 * self.num_kv_heads
+        ) * self.head_dim * 2 * h + self.num_heads * self.head_dim * h
+        return attention + 3 * h * self.draft_intermediate_size + self.draft_vocab_size * h
+
+    def step_bytes(self, num_steps: int, weight_bytes: float = 2.0) -> float:
+        """Bytes of weights that a round of K drafts reads once: layers, head, K draft steps and the draft's fc."""
+        h = self.hidden_size
+        target = self.num_layers * self.layer_parameters * weight_bytes + self.vocab_size * h * 2
+        draft = num_steps * self.draft_step_parameters * 2 + (3 * h * h * 2 if num_steps else 0)
+        return target + draft
+
+    def kv_bytes(self, context: int) -> int:
+        """Bytes of keys and values that a step of one request reads at `context` tokens."""
+        return 2 * 2 * self.num_layers * self.num_kv_heads * self.head_dim * context
+
+    def target_config(self, max_position: int = 8192) -> ModelConfig:
+        return ModelConfig(
+            architecture="LlamaForCausalLM",
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=1e-5,
+            rope_theta=self.rope_theta,
+            rope_scaling=None,
+            max_position=max_position,
+            tie_word_embeddings=self.tied,
+            bos_token_id=0,
+            eos_token_ids=(),
+            dtype="bfloat16",
+        )
+
+    def draft_config(self, max_position: int = 8192) -> Eagle3Config:
+        return Eagle3Config(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.draft_intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab_size,
+            draft_vocab_size=self.draft_vocab_size,
+            rms_norm_eps=1e-5,
+            rope_theta=self.rope_theta,
+            rope_scaling=None,
+            max_position=max_position,
+            slots=(2, self.num_layers // 2, self.num_layers - 3),
+            target_hidden_size=self.hidden_size,
+            target_num_layers=self.num_layers,
+        )
+
+
+SMOLLM2_135M = Size("SmolLM2-135M", 49152, 576, 1536, 30, 9, 3, 64, True, 1e5, 32000, 1536)
+LLAMA_8B = Size("Llama-3.1-8B", 128256, 4096, 14336, 32, 32, 8, 128, False, 5e5, 32000, 14336)
+SIZES = {"smollm2": SMOLLM2_135M, "llama8b": LLAMA_8B}
+
+
+def random_target(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> DenseModel:
+    """A target of these sizes, weights normal with deviation 0.02 (norms 1), ready to serve."""
+    with torch.device(device):
+        model = DenseModel(size.target_config(), dtype)
+    _fill(model, seed)
+    pack_for_device(model, device)
+    return model.requires_grad_(False).eval()
+
+
+def random_draft(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Eagle3Network:
+    """A draft for `random_target`; its vocabulary is spread over the target's."""
+    with torch.device(device):
+        network = Eagle3Network(size.draft_config(), dtype)
+    _fill(network, seed)
+    ids = torch.arange(size.draft_vocab_size, device=device)
+    network.d2t.copy_(ids * size.vocab_size // size.draft_vocab_size - ids)
+    pack_for_device(network, device)
+    return network.requires_grad_(False).eval()
+
+
+def _fill(module: nn.Module, seed: int) -> None:
+    device = next(module.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:  # norms stay 1
+            parameter.data.normal_(0.0, 0.02, generator=generator)
