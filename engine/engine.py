@@ -9,6 +9,7 @@ import torch
 
 from slipstream.engine.agreement import RankAgreement
 from slipstream.engine.block_manager import BlockManager
+from slipstream.engine.card_group import check_peers
 from slipstream.engine.compile_count import COMPILES
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
@@ -38,7 +39,7 @@ class Engine:
         config: sizes, K among them.
         proposer: makes the drafts of a round; None exactly at K = 0.
         capture_slots: slots that traces hold, beside those that the proposer reads.
-        agreement: compares the ranks after every step, where there are several.
+        agreement: compares the ranks, where there are several.
 
     Raises SlipstreamError when the parts do not fit together.
     """
@@ -155,9 +156,9 @@ class Engine:
                 self._collect_until(self._depth, outputs)
             elif chunk is None and self._flights:
                 self._collect(outputs)
-        if self.agreement:
-            self.agreement.check()
         self.stats.steps += 1
+        if self.agreement:
+            self.agreement.end_step(compare=self._waits_for_each or not self.scheduler.has_work)
         if not self.scheduler.has_work:
             self.stats.note_idle()
         return outputs
@@ -203,7 +204,12 @@ class Engine:
     @property
     def _depth(self) -> int:
         """Launches that may stay out. None, while somebody reads what the last one left beside its tokens."""
-        return 0 if self._num_watched or self.agreement else self.config.in_flight
+        return 0 if self._num_watched else self.config.in_flight
+
+    @property
+    def _waits_for_each(self) -> bool:
+        """Whether what a launch left beside its tokens is still there when they are read."""
+        return self._depth == 0
 
     def _admit(self) -> None:
         for sequence in self.scheduler.admit():
@@ -237,7 +243,9 @@ class Engine:
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Waits for the oldest launch, and hands out what it gave to the requests that have not ended meanwhile."""
         flight = self._flights.popleft()
-        record = wait_for(self.runner.ring, flight, self.runner.device)
+        record = wait_for(self.runner.ring, flight, self.runner.device, lambda: check_peers(self.target.parallel))
+        if self.agreement and not self._waits_for_each:
+            self.agreement.note_record(record)
         if isinstance(flight.result, PrefillResult):
             self._collect_chunk(flight, flight.result, record, outputs)
         else:
@@ -248,7 +256,7 @@ class Engine:
     ) -> None:
         (sequence,), chunk = flight.sequences, flight.chunk
         assert chunk is not None
-        if self.agreement:
+        if self.agreement and self._waits_for_each:
             self.agreement.note_states(result.states)
             self.agreement.note_tokens(*[result.token] if chunk.is_last else [])
         sequence.in_flight -= chunk.is_last
@@ -268,7 +276,7 @@ class Engine:
     def _collect_round(
         self, flight: Flight, result: RoundResult, record: RoundRecord, outputs: list[RequestOutput]
     ) -> None:
-        if self.agreement:
+        if self.agreement and self._waits_for_each:
             self.agreement.note_states(result.states)
             self.agreement.note_tokens(result.tokens, result.accepted, result.start)
             if result.proposal is not None:

@@ -1,6 +1,7 @@
 """Launches whose results the host has not read yet, and how it waits for them."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,15 +39,21 @@ class Flight:
     chunk: Chunk | None = None
 
 
-def wait_for(ring: RoundRing, flight: Flight, device: torch.device) -> RoundRecord:
+def wait_for(
+    ring: RoundRing, flight: Flight, device: torch.device, check_peers: Callable[[], None] = lambda: None
+) -> RoundRecord:
     """The record of a launch, as soon as it is there.
+
+    Args:
+        ring: of the device.
+        flight: the launch.
+        device: where it runs.
+        check_peers: called while waiting, and before the record is believed; raises when a peer is lost.
 
     Raises SlipstreamError when the device reports an error, or gives no result for minutes.
     """
     count = len(flight.sequences)
     record = ring.read(flight.entry, count)
-    if record is not None:
-        return record
     began, looks = time.perf_counter(), 0
     while record is None:
         waited = time.perf_counter() - began
@@ -55,7 +62,9 @@ def wait_for(ring: RoundRing, flight: Flight, device: torch.device) -> RoundReco
         if waited > (looks + 1) * LOOK_SECONDS:
             looks += 1
             _look_at_device(device, waited, looks)
+        check_peers()
         record = ring.read(flight.entry, count)
+    check_peers()
     return record
 
 

@@ -24,6 +24,7 @@ from slipstream.engine.runner import PrefillResult, RoundResult, Runner
 Result = TypeVar("Result")
 # Runs before a capture: the first compiles kernels, the second finds out whether everything is there.
 WARM_UP_RUNS = 2
+NAP_SECONDS = 100e-6
 
 
 class Steps(Protocol):
@@ -170,6 +171,8 @@ class CudaGraphs:
         inputs.copy_(row, non_blocking=True)
 
     def finish(self) -> None:
+        while not self.stream.query():  # a kernel may wait for another rank: its death, a signal, is heard meanwhile
+            time.sleep(NAP_SECONDS)
         torch.cuda.synchronize()  # also what other streams have put into caches and weights
 
 

@@ -5,14 +5,17 @@ Everything else reads as if there were one device. Shards may be uneven, and emp
 rows: an empty shard adds nothing to a sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
+from slipstream.kernels.all_reduce_add import add, all_reduce_add
+from slipstream.kernels.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,25 @@ class HeadCut:
     kv: Cut
 
 
+class CardExchange(Protocol):
+    """How ranks on cards exchange tensors: `PeerExchange` or `NcclExchange` of the kernels."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As the op of that name."""
+
+    def all_reduce_add(self, partial: torch.Tensor, stream: Stream) -> Stream:
+        """As the op of that name."""
+
+    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """This rank's [..., n] -> the parts of all ranks, side by side in rank order."""
+
+    def lost(self) -> int | None:
+        """A rank that did not come in time, or None. Asks no device."""
+
+    def be_patient(self, seconds: float) -> None:
+        """Changes the longest wait for a peer in every exchange from now on."""
+
+
 @dataclass(frozen=True)
 class TensorParallel:
     """This rank's place among the ranks.
@@ -51,16 +73,22 @@ class TensorParallel:
     Args:
         rank: 0..size - 1; rank 0 speaks with the world.
         size: ranks that share every layer.
-        group: what they exchange tensors through (a torch process group); None exactly at size 1.
+        group: what they exchange tensors on the CPU through (a torch process group); None exactly at size 1.
+        card: what they exchange CUDA tensors through (a `CardExchange`); None where each is a CPU.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = field(default=None, compare=False)
+    card: "CardExchange | None" = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size or (self.group is None) != (self.size == 1):
             raise ValueError(f"rank {self.rank} of {self.size} ranks, group {self.group}")
+
+    def carrier(self, x: torch.Tensor) -> Any:
+        """What carries tensors like `x` to the other ranks."""
+        return self.card if x.is_cuda else self.group
 
     def cut(self, total: int) -> Cut:
         """This rank's part of an axis of `total` entries: contiguous, the first ranks one longer where it is uneven."""
@@ -100,7 +128,13 @@ class AllReduce(nn.Module):
 
     def forward(self, partial: torch.Tensor) -> torch.Tensor:
         """[...] of each rank -> their sum [...], the same bits on every rank."""
-        return partial if self.parallel.size == 1 else all_reduce(partial, self.parallel.group)
+        return partial if self.parallel.size == 1 else all_reduce(partial, self.parallel.carrier(partial))
+
+    def add_to(self, stream: Stream, partial: torch.Tensor) -> Stream:
+        """The stream with the sum of [M, h] added: in one kernel, unless a hook wants to see the sum."""
+        if self._forward_hooks or not partial.is_cuda:
+            return add(self(partial), stream)
+        return all_reduce_add(partial, stream, self.parallel.carrier(partial))
 
 
 class GatherVocabulary(nn.Module):
@@ -120,6 +154,9 @@ class GatherVocabulary(nn.Module):
         if self.parallel.size == 1:
             return logits
         sizes = [_cut(self.vocab_size, rank, self.parallel.size).size for rank in range(self.parallel.size)]
+        if logits.is_cuda:
+            assert self.parallel.card is not None
+            return self.parallel.card.all_gather(logits, sizes)
         return torch.cat(all_gather(logits, sizes, self.parallel.group), dim=-1)  # size x [..., Vr] -> [..., V]
 
 

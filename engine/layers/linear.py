@@ -126,7 +126,7 @@ class RowParallelLinear(Linear):
         """This rank's input [M, cut.size] -> the stream [M, out_features] with the sum over all ranks added to it."""
         if self.reduce.parallel.size == 1:
             return linear_add(x, self.weight, stream)
-        return Stream(stream.rows + self.reduce(self.partial(x)))
+        return self.reduce.add_to(stream, self.partial(x))
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": Shard.of(self.matrix(), 1, self.cut)}

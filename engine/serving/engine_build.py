@@ -13,13 +13,13 @@ import torch
 
 from slipstream.engine.agreement import RankAgreement, check_same
 from slipstream.engine.capture import slot_name
+from slipstream.engine.card_group import CARD_SECONDS, carrier_name, check_shares, join_cards
 from slipstream.engine.device import device_name, resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.hf_config import read_record
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
-from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
 from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
 from slipstream.engine.inject import inject
@@ -71,11 +71,8 @@ def build_engine(
     check_same(parallel, _told(options))
     device = resolve_device(options.device)
     if device == "cuda" and parallel.size > 1:
-        raise SlipstreamError(
-            f"{parallel.size} ranks on the card",
-            expected="one rank on a card: several share the layers on the CPU only, so far",
-            do="set server.tensor_parallel_size to 1, or server.device to cpu",
-        )
+        phase("joining the cards")
+        parallel = join_cards(parallel)
     config = options.engine_config(device)
     clock = _StartClock()
     if device == "cuda":
@@ -103,6 +100,8 @@ def build_engine(
         if identity is not None:
             check_draft_fits(Path(options.draft), network, target, identity, skip)
         proposer = Eagle3Proposer(network.eval(), options.num_steps)
+    if parallel.card is not None:
+        check_shares(parallel.size, [m.config.num_heads for m in (target, proposer and proposer.network) if m])
     clock.part("load")
     phase("allocating the KV cache")
     agreement = RankAgreement(parallel, compare_states="F5" not in skip) if parallel.size > 1 else None
@@ -114,6 +113,9 @@ def build_engine(
     phase("warming up")
     engine.start()
     warm_up(engine)
+    if parallel.card is not None:
+        with engine.steps.context():
+            parallel.card.be_patient(CARD_SECONDS)
     engine.mark_ready()
     clock.part("warm up and capture")
     if identity is None:
@@ -249,6 +251,7 @@ def effective_settings(
         "prefill_chunk_tokens": config.prefill_chunk_tokens,
         "kv_blocks": config.total_blocks,
         "tensor_parallel_size": engine.target.parallel.size,
+        "rank_exchange": carrier_name(engine.target.parallel),
         "threads": torch.get_num_threads(),
         "target": {"directory": options.target, **identity.to_dict()},
         "draft": draft,

@@ -26,16 +26,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=told.socket), "rank 0")
-    code = 0
     try:
         run(channel, told.rank, told.store, EngineOptions.from_json(told.options))
     except BrokenPipeError:
-        code = EXIT_FAILED  # rank 0 is gone, and has said why
+        _end(EXIT_FAILED)  # rank 0 is gone, and has said why
     except Exception as error:
-        code = _exit_code(channel, error)
+        _end(_exit_code(channel, error))  # here, where the error still holds the engine: to take that down may wait
+    _end(0)
+
+
+def _end(code: int) -> None:
+    """At once: threads of the process group, and kernels on a card, may still wait for a peer."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # at once: threads of the process group may still wait for a peer
+    os._exit(code)
 
 
 def run(channel: Channel, rank: int, store: int, options: EngineOptions) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.inject import inject
 from slipstream.engine.injection import parse_injections
 from slipstream.engine.loader import load_target
@@ -23,6 +24,9 @@ from slipstream.engine.serving.trace_file import pack_trace
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
+from slipstream.kernels.nccl_exchange import NcclExchange
+from slipstream.kernels.round_ring import RoundRecord
+from slipstream.kernels.stream import Stream
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Case:
     recordings: dict[str, list[int]] | None = None
     capture: tuple[int, ...] = ()
     agreement: bool = True
+    rounds_in_flight: int | None = None
     compare_states: bool = True
 
 
@@ -70,6 +75,7 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
         max_context_tokens=128,
         prefill_chunk_tokens=16,
         dtype=case.dtype,
+        rounds_in_flight=case.rounds_in_flight,
     )
     proposer: Any = None
     if case.draft is not None and case.num_steps:
@@ -153,3 +159,39 @@ def reduce(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> torch.Ten
 def gather(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All-gather of each rank's own part."""
     return all_gather(parts[parallel.rank], [one.shape[-1] for one in parts], parallel.group)
+
+
+def by_nccl_exchange(parallel: TensorParallel, parts: Sequence[torch.Tensor], widths: Sequence[int]) -> list[Any]:
+    """The ways of the cards' fallback, on gloo: the sum, a stream with the sum added, uneven parts put together."""
+    exchange = NcclExchange(parallel.group)
+    own = parts[parallel.rank]
+    added = exchange.all_reduce_add(own, Stream(parts[0]))
+    return [exchange.all_reduce(own), added.rows, exchange.all_gather(own[:, : widths[parallel.rank]], widths)]
+
+
+def serve_in_flight(parallel: TensorParallel, case: Case, odd_rank: int) -> tuple[list[list[int]], int, int, str]:
+    """Answers without traces while launches stay out: tokens, steps, how often ranks compared, and what they said.
+
+    odd_rank: believes that it committed another token than it did, once, after 10 launches.
+    """
+    engine = make_engine(parallel, case)
+    agreement, told = engine.agreement, [0, 0]
+    note, check = agreement.note_record, agreement.check
+
+    def note_record(record: RoundRecord) -> None:
+        told[0] += 1
+        requests = record.requests
+        if parallel.rank == odd_rank and told[0] == 10:
+            requests = [replace(one, tokens=[token + 1 for token in one.tokens]) for one in requests]
+        note(replace(record, requests=requests))
+
+    def counted() -> None:
+        told[1] += 1
+        check()
+
+    agreement.note_record, agreement.check = note_record, counted
+    try:
+        tokens = [answer.token_ids for answer in engine.generate(case.prompts, case.params)]
+    except SlipstreamError as error:
+        return [], engine.stats.steps, told[1], str(error)
+    return tokens, engine.stats.steps, told[1], ""

@@ -45,12 +45,13 @@ def test_a_wrong_device_is_refused_before_anything_is_loaded():
         EngineOptions("/nowhere", None, 0, device="gpu").check()
 
 
-def test_several_ranks_on_a_card_are_refused(monkeypatch):
+def test_more_ranks_than_cards_are_refused(monkeypatch):
     a_card(monkeypatch, present=True)
     monkeypatch.setattr("slipstream.engine.serving.engine_build.check_same", lambda *_: None)
     monkeypatch.setattr("slipstream.engine.serving.engine_build._told", lambda _: {})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     parallel = SimpleNamespace(size=2, rank=0)
-    with pytest.raises(SlipstreamError, match="2 ranks on the card"):
+    with pytest.raises(SlipstreamError, match="2 ranks, and torch sees 1 card"):
         build_engine(EngineOptions("/nowhere", None, 0, tensor_parallel_size=2), lambda _: None, parallel=parallel)
 
 

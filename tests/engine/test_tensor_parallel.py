@@ -206,3 +206,19 @@ def test_ranks_that_found_different_files_are_named_at_start(ranks):
     assert len(set(said)) == 1
     assert "rank 2 differs from the other 3 of 4 ranks in the weights" in said[0]
     assert ranks.run(4, JOBS, "facts_of", 9) == [""] * 4
+
+
+def test_ranks_with_launches_in_flight_compare_what_was_committed_now_and_then(tiny, ranks, jobs, models):
+    """As on cards: a step's tensors are not looked at, and most steps end without an exchange between the hosts."""
+    target, draft = models["4/2 tied"]
+    prompts = tiny.prompts(4, seed=5)
+    params = [SamplingParams(max_tokens=70, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 0.8)]
+    case = jobs.Case(target, draft, 2, prompts, params, rounds_in_flight=2)
+    alone, *_ = ranks.run(1, JOBS, "serve", case)
+    for tokens, steps, compared, said in ranks.run(2, JOBS, "serve_in_flight", case, -1):
+        assert said == ""
+        assert tokens == alone.tokens
+        assert steps > 64
+        assert 1 <= compared <= 1 + steps // 64
+    for *_, said in ranks.run(2, JOBS, "serve_in_flight", case, 1):
+        assert "in the committed tokens of steps 1 to 64" in said

@@ -47,3 +47,15 @@ def test_a_row_does_not_depend_on_its_neighbours(ranks):
     for row in (0, 7, 39):
         alone = ranks.run(8, JOBS, "reduce", [one[row : row + 1] for one in parts])[3]
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_fallback_of_the_cards_gives_the_same_bits(ranks, size):
+    """Their all-gather and ordered sum, here over gloo."""
+    parts = [part(rank, (5, 34), torch.bfloat16) for rank in range(size)]
+    widths = [34, 0, 7, 33][:size]
+    expected = ranks.run(size, JOBS, "reduce", parts)[0]
+    for summed, added, gathered in ranks.run(size, JOBS, "by_nccl_exchange", parts, widths):
+        assert torch.equal(summed, expected)
+        assert torch.equal(added, parts[0] + expected)
+        assert torch.equal(gathered, torch.cat([x[:, :width] for x, width in zip(parts, widths, strict=True)], dim=1))
