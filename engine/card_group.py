@@ -109,7 +109,7 @@ def _opened(parallel: TensorParallel, own: int, handles: Sequence[torch.Tensor])
         own if rank == parallel.rank else gpu.open_shared(bytes(handle[1:].tolist()))
         for rank, handle in enumerate(handles)
     ]
-    return gpu.PeerExchange(parallel.rank, parallel.size, addresses, f"cuda:{parallel.rank}", TRIAL_SECONDS)
+    return gpu.PeerExchange(parallel.rank, parallel.size, addresses, "cuda", TRIAL_SECONDS)
 
 
 def _trial(parallel: TensorParallel, exchange: CardExchange) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from slipstream.engine import card_group
 from slipstream.engine.agreement import RankAgreement, check_same
+from slipstream.engine.card_group import carrier_name, join_cards
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
@@ -43,6 +45,7 @@ class Case:
     capture: tuple[int, ...] = ()
     agreement: bool = True
     rounds_in_flight: int | None = None
+    device: str = "cpu"
     compare_states: bool = True
 
 
@@ -68,7 +71,7 @@ class Served:
 
 def make_engine(parallel: TensorParallel, case: Case) -> Engine:
     """The engine of `case` on this rank."""
-    target = load_target(case.target, case.dtype, parallel=parallel)
+    target = load_target(case.target, case.dtype, case.device, parallel)
     config = EngineConfig(
         num_steps=case.num_steps,
         max_running_requests=3,
@@ -76,6 +79,7 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
         prefill_chunk_tokens=16,
         dtype=case.dtype,
         rounds_in_flight=case.rounds_in_flight,
+        device=case.device,
     )
     proposer: Any = None
     if case.draft is not None and case.num_steps:
@@ -195,3 +199,39 @@ def serve_in_flight(parallel: TensorParallel, case: Case, odd_rank: int) -> tupl
     except SlipstreamError as error:
         return [], engine.stats.steps, told[1], str(error)
     return tokens, engine.stats.steps, told[1], ""
+
+
+def on_one_card(parallel: TensorParallel, times: int) -> list[bool]:
+    """Both ranks on card 0, by peer memory or an error: whether sums are right."""
+    torch.zeros(1, device="cuda")
+    exchange = card_group._peer_exchange(parallel)
+    if isinstance(exchange, str):
+        raise RuntimeError(exchange)
+    exchange.be_patient(30.0)
+    right = []
+    for turn in range(times):
+        parts = [torch.full((3, 4096), 1.0 + turn + rank, dtype=torch.bfloat16, device="cuda") for rank in range(2)]
+        total = exchange.all_reduce(parts[parallel.rank])
+        right.append(bool((total == parts[0] + parts[1]).all()) and exchange.lost() is None)
+    return right
+
+
+_joined: dict[int, TensorParallel] = {}
+
+
+def serve_on_cards(parallel: TensorParallel, case: Case, faults: Sequence[str] = ()) -> tuple[Served, str]:
+    """`serve` with a card for each rank: what it saw, and the digest of it."""
+    if parallel.size > 1:
+        if parallel.size not in _joined:
+            _joined[parallel.size] = join_cards(parallel)
+        parallel = _joined[parallel.size]
+        assert parallel.card is not None
+        parallel.card.be_patient(60.0)  # engines are made, and kernels compiled, at each rank's own pace
+    engine = make_engine(parallel, case)
+    inject(engine, parse_injections(faults))
+    served = _answer(engine, case)
+    untraced = [answer.token_ids for answer in engine.generate(case.prompts, case.params)]  # launches in flight
+    assert untraced == served.tokens
+    assert engine.captures_after_ready == 0
+    assert carrier_name(parallel) in (None, "peer memory", "NCCL")
+    return served, served.bits()

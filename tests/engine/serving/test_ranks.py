@@ -42,16 +42,29 @@ def seconds_until_gone(pids) -> float:
     return time.monotonic() - began
 
 
+TWO_CARDS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.device_count() < RANKS, reason="needs two NVIDIA GPUs"
+    ),
+]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=TWO_CARDS)])
+def device(request):
+    return request.param
+
+
 @pytest.fixture
-def server(tiny_server, tiny_models, tmp_path):
-    size = ("--tensor-parallel-size", str(RANKS))
-    made = tiny_server.start(tmp_path, tiny_models, K, "--dtype", "float32", "--diagnostics", *size)
+def server(tiny_server, tiny_models, tmp_path, device):
+    flags = ("--tensor-parallel-size", str(RANKS), "--device", device)
+    made = tiny_server.start(tmp_path, tiny_models, K, "--dtype", "float32", "--diagnostics", *flags)
     yield made
     if made.process.poll() is None:
         made.stop()
 
 
-def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny_models):
+def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny_models, device):
     settings = httpx.get(f"{server.url}/slipstream/settings", timeout=60).json()
     assert settings["tensor_parallel_size"] == RANKS
     pids = settings["rank_pids"]
@@ -60,9 +73,9 @@ def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny
     groups = {os.getpgid(pid) for pid in [*pids, server.process.pid]}
     assert len(groups) == 1  # for who stops it from outside
 
-    target = load_target(tiny_models.target, "float32")
+    target = load_target(tiny_models.target, "float32", device)
     draft = load_draft(tiny_models.draft, torch.float32, target_embedding=target.embed_tokens.weight).eval()
-    config = EngineConfig(num_steps=K, max_running_requests=4, max_context_tokens=128, dtype="float32")
+    config = EngineConfig(num_steps=K, max_running_requests=4, max_context_tokens=128, dtype="float32", device=device)
     one = Engine(target, config, Eagle3Proposer(draft, K))
     prompts = [list(range(3, 3 + n)) for n in (5, 40, 17)]
     asked = [
