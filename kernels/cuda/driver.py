@@ -59,6 +59,15 @@ def _ensure_context(device: int) -> None:
         _call("cuCtxSetCurrent", context)
 
 
+def prefer_shared(function: ctypes.c_void_p) -> None:
+    """Asks for as much shared memory and as little L1 cache as an SM can have, whatever this kernel needs itself.
+
+    Kernels of one chain overlap on an SM only where they want the same division of it: to change it, the SM must run
+    empty first, and the next kernel's weights cannot be fetched meanwhile.
+    """
+    _call("cuFuncSetAttribute", function, ctypes.c_int(_SHARED_CARVEOUT), ctypes.c_int(100))
+
+
 class Function:
     """A kernel of a loaded module."""
 
@@ -72,8 +81,7 @@ class Function:
             _call(
                 "cuFuncSetAttribute", self._handle, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(shared_bytes)
             )
-            # As much shared memory on an SM as there is: room for the CTA of the next such kernel, too.
-            _call("cuFuncSetAttribute", self._handle, ctypes.c_int(_SHARED_CARVEOUT), ctypes.c_int(100))
+        prefer_shared(self._handle)
 
     def launch(
         self, grid: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Structure, *, pdl: bool

@@ -90,14 +90,15 @@ SHORT_K, SHORT_K_PAIRS, SHORT_K_16 = Variant(1, 1, 4, 4, 12), Variant(1, 2, 4, 4
 ONE_TILE, TWO_TILES = Variant(1, 1, 4, 2, 8), Variant(1, 2, 4, 2, 8)
 ROWS_16, ROWS_32, ROWS_64 = Variant(2, 2, 4, 1, 8), Variant(4, 2, 2, 1, 12), Variant(8, 2, 2, 1, 8)
 BULK = Variant(1, 1, 1, RESIDENT_CHUNKS, 8, bulk=True)
-BULK_LONG_K = Variant(1, 2, 1, 4, 8, bulk=True)
-BULK_16, BULK_16_PAIRS = Variant(2, 1, 1, 4, 8, bulk=True), Variant(2, 2, 1, 2, 8, bulk=True)
+BULK_LONG_K, BULK_ONE = Variant(1, 2, 1, 4, 8, bulk=True), Variant(2, 1, 1, 4, 8, bulk=True)
 VARIANTS = (
     *(SHORT_K, SHORT_K_PAIRS, SHORT_K_16, ONE_TILE, TWO_TILES, ROWS_16, ROWS_32, ROWS_64),
-    *(BULK, BULK_LONG_K, BULK_16, BULK_16_PAIRS),
+    *(BULK, BULK_LONG_K, BULK_ONE),
 )
 MAX_ROWS = 128
 MAX_WARPS = 12
+# Of shared memory for a CTA by bulk copies: more is slower (3.91 and 3.87 ms a chain of 8B sizes at 113 and 80 KB).
+MOST_BULK_BYTES = 80 << 10
 IN_L2 = 8 << 20  # bytes of a weight that other CTAs find in the L2 once one has read it
 
 
@@ -136,8 +137,8 @@ def choose(rows: int, tiles: int, width: int, parts: int, per_part: int, device:
             if ctas * -(-rows // (8 * variant.row_tiles)) <= device.sms or rows <= 8 * variant.row_tiles:
                 return variant
         return ROWS_32 if parts > ROWS_64.max_warps else ROWS_64
-    if not in_l2 and rows <= 16 and parts <= BULK.max_warps:
-        found = _bulk(rows, tiles, per_part, device.sms)
+    if not in_l2 and rows <= 8 and parts <= BULK.max_warps:
+        found = _bulk(tiles, per_part, device.sms)
         if device.bulk_bytes and found.slots(parts, device.bulk_bytes) >= MIN_SLOTS:
             return found
     if rows <= 8:
@@ -149,21 +150,24 @@ def choose(rows: int, tiles: int, width: int, parts: int, per_part: int, device:
     return ROWS_64
 
 
-def _bulk(rows: int, tiles: int, per_part: int, sms: int) -> Variant:
-    if rows <= 8 and per_part <= RESIDENT_CHUNKS:
+def _bulk(tiles: int, per_part: int, sms: int) -> Variant:
+    if per_part <= RESIDENT_CHUNKS:
         return BULK
     # Two tiles at a time halve the reads of x, if there are any after the first, but must not leave SMs idle.
-    pairs = per_part > BULK_16.x_depth and 2 * -(-tiles // (2 * sms)) <= -(-tiles // sms)
-    if rows <= 8:
-        return BULK_LONG_K if pairs else BULK_16
-    return BULK_16_PAIRS if pairs else BULK_16
+    pairs = per_part > BULK_ONE.x_depth and 2 * -(-tiles // (2 * sms)) <= -(-tiles // sms)
+    return BULK_LONG_K if pairs else BULK_ONE
+
+
+def most_shared_bytes(variant: Variant, shared: int) -> int:
+    """Of any launch, where a CTA by bulk copies may take `shared`. Fewer parts make its slots smaller, not its ring."""
+    return shared if variant.bulk else variant.shared_bytes(variant.max_warps, shared)
 
 
 @functools.cache
 def _module(epilogue: Epilogue, device: int) -> driver.Module:
     shared = _device(device).bulk_bytes
     functions = [
-        (variant.name(epilogue, norm), variant.shared_bytes(variant.max_warps, shared))
+        (variant.name(epilogue, norm), most_shared_bytes(variant, shared))
         for norm in norms(epilogue)
         for variant in VARIANTS
         if shared or not variant.bulk
@@ -195,7 +199,7 @@ def _stream(device: int) -> int:
 def _device(device: int) -> Device:
     properties = torch.cuda.get_device_properties(device)
     half = properties.shared_memory_per_multiprocessor // 2 - 1024  # the system takes 1 KB of each CTA
-    return Device(properties.multi_processor_count, half if capability() >= 90 else 0)
+    return Device(properties.multi_processor_count, min(half, MOST_BULK_BYTES) if capability() >= 90 else 0)
 
 
 def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:

@@ -12,11 +12,17 @@ FAN = 8
 
 @dataclass(frozen=True)
 class Tile:
-    """keys: tokens of a tile; rows: query rows of a program, at most; warps: of a program. All three touch bits."""
+    """How large a tile is.
+
+    Args:
+        keys: tokens of a tile; rows: query rows of a program, at most; warps: of a program. All three touch bits.
+        early: tiles that fit into a program's registers before it waits for the kernel before. Touches none.
+    """
 
     keys: int
     rows: int
     warps: int = 8
+    early: int = 2
 
 
 @dataclass(frozen=True)
@@ -42,12 +48,16 @@ class Cut:
 
 _CUT = Cut()
 # By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
-_TILES = {64: Tile(256, 32), 128: Tile(128, 32), 256: Tile(64, 16)}
+# 128: four warps leave room on an SM for a CTA of the products before and behind, whose weights come meanwhile.
+_TILES = {64: Tile(256, 32), 128: Tile(128, 32, warps=4, early=1), 256: Tile(64, 16)}
 
 
-def usual_cut() -> Cut:
-    """The cut for the card at hand: sm_120 has too little shared memory for two tiles."""
-    return _CUT if SHARED_BYTES[architecture()] > 144 * 1024 else replace(_CUT, stages=3)
+_FEW = 4  # requests at a time: their latency counts, not the memory's rate; one tile ahead starts quicker than two
+
+
+def usual_cut(batch: int) -> Cut:
+    """The cut for the card at hand and the requests of a launch. sm_120 has too little shared memory for two tiles."""
+    return replace(_CUT, stages=3) if batch <= _FEW or SHARED_BYTES[architecture()] <= 144 * 1024 else _CUT
 
 
 def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:

@@ -1,5 +1,6 @@
 """How kernels are launched: programmatic dependent launch (PDL), and what the card at hand is."""
 
+import ctypes
 import functools
 import os
 import threading
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from slipstream.kernels.cuda.driver import prefer_shared
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -70,7 +73,13 @@ def launch(
 
 
 def _launch_now(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], options: dict[str, Any]) -> None:
-    kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"])
+    compiled = kernel[grid](**arguments, **options, launch_pdl=arguments["PDL"])
+    if not INTERPRET and compiled.function not in _prepared:
+        _prepared.add(compiled.function)
+        prefer_shared(ctypes.c_void_p(compiled.function))
+
+
+_prepared: set[int] = set()  # handles of kernels, each seen at its first launch, before graphs are captured
 
 
 _run: Callable[[Any, tuple[int, ...], dict[str, Any], dict[str, Any]], None] = _launch_now

@@ -299,7 +299,7 @@ def prepare(
     tile, padded = tile_of(head_dim, dtype), max(64, triton.next_power_of_2(head_dim))
     device = torch.empty(0, device=device).device  # with its index
     for batch in batches:
-        split = Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut())
+        split = Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut(batch))
         reserve(device, batch, kv_heads, split, padded)
 
 
@@ -329,7 +329,7 @@ def paged_attention(
     batch, num_rows, heads, head_dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     check(q, cache, block_table, scale, window)
-    cut = cut or usual_cut()
+    cut = cut or usual_cut(batch)
     q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     padded = max(64, triton.next_power_of_2(head_dim))
@@ -370,7 +370,7 @@ def paged_attention(
         M=split.rows,
         T_BITS=split.keys.bit_length() - 1,
         FAN_BITS=FAN.bit_length() - 1,
-        EARLY=cut.early,
+        EARLY=min(cut.early, tile.early),
         STAGES=cut.stages,
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         SETTLED=launch.settled(),

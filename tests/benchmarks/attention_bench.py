@@ -105,7 +105,7 @@ def prefill() -> None:
 
 # Tiles (keys, warps) to try, whose sums differ in rounding, and how many fit into registers early. Then cuts, which
 # change no bits.
-TILES = {64: ((256, 8, 2), (128, 4, 2), (256, 4, 1)), 128: ((128, 8, 2), (64, 4, 2), (128, 4, 1))}
+TILES = {64: ((256, 8, 2), (128, 4, 2), (256, 4, 1)), 128: ((128, 4, 1), (128, 8, 2), (64, 4, 2))}
 CUTS = {
     "as it is": {},
     "not early": {"settles": False},
@@ -175,11 +175,11 @@ def sweep() -> None:
         order = 1 + torch.randperm(16 * 8192 // BLOCK, device="cuda").view(16, -1)
         usual = split.tile_of(head_dim, torch.bfloat16)
         for keys, warps, early in TILES[head_dim]:
-            split._TILES[head_dim] = split.Tile(keys, usual.rows, warps)
+            split._TILES[head_dim] = split.Tile(keys, usual.rows, warps, early)
             for name, change in CUTS.items():
                 if (keys, warps, early) != TILES[head_dim][0] and name not in ("as it is", "whole 4"):
                     continue
-                cut = replace(split.usual_cut(), **{"settles": True, "early": early, **change})
+                cut = replace(split.usual_cut(16), **{"settles": True, "early": early, **change})
                 line = []
                 for batch, num_rows, context in SWEPT:
                     q = torch.randn(batch, num_rows, heads, head_dim, device="cuda").bfloat16()

@@ -249,8 +249,7 @@ def chains(ceiling: float) -> list[dict[str, object]]:
                 ("no PDL", Override(pdl=False), None),
                 ("evict_first off", Override(evict_first=False), None),
                 ("no bulk copies", Override(), 0),
-                ("short rings", Override(), 80 << 10),
-                (label(launch.BULK_16), Override(variant=launch.BULK_16), None),
+                ("long rings", Override(), 113 << 10),
                 (label(launch.TWO_TILES), Override(variant=launch.TWO_TILES), None),
             ):
                 if words not in ("plan", "no PDL") and rows > 16:

@@ -28,12 +28,12 @@ def test_attention_compiles(
     if function == "decode":
         # A row's sum over a tile is taken in the order of this layout: it must not follow from the number of rows.
         layouts = {
-            (one["constants"]["M"], warps)
+            (one["constants"]["D"], one["constants"]["M"], warps)
             for one in launches
             if one["constants"]["D"] < 256
             for warps in re.findall(r"nvidia_mma<\{[^}]*warpsPerCTA = (\[[^]]*\])", one["ttgir"])
         }
-        assert layouts == {(16, "[1, 8]"), (32, "[1, 8]")}
+        assert layouts == {(d, m, f"[1, {warps}]") for d, warps in ((64, 8), (128, 4)) for m in (16, 32)}
         # A product and a sum are fused where the kernel says so, and nowhere else: the same line gives the same bits in
         # a loop and outside of it.
         for one in launches:
