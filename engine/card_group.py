@@ -18,7 +18,7 @@ from slipstream.kernels.all_gather import PeerLost, all_gather
 
 # Longest wait of a card for another one while serving: ranks launch within a millisecond of each other, and one whose
 # process ends is noticed without this. It is for one that hangs.
-CARD_SECONDS = 4.0
+CARD_SECONDS = 3.0
 # The same for the exchange that finds out whether peer memory works; a rank may have to compile it first.
 TRIAL_SECONDS = 60.0
 _HANDLE_BYTES = 64
