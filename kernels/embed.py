@@ -1,4 +1,4 @@
-"""Token ids to the residual stream."""
+"""Token ids to the residual stream, and a rank's part of that."""
 
 import torch
 import torch.nn.functional as F
@@ -19,3 +19,25 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
 
         return gpu.embed(token_ids, table)
     return Stream(F.embedding(token_ids, table))
+
+
+def embed_part(token_ids: torch.Tensor, table: torch.Tensor, start: int) -> torch.Tensor:
+    """The rows of a rank that holds a part of the table: zero for the ids of others, so that the sum is the row.
+
+    Args:
+        token_ids: [M] int64, each below V.
+        table: [Vr, h], contiguous: ids `start` to `start` + Vr - 1.
+        start: first id that this rank holds.
+
+    Returns:
+        [M, h].
+    """
+    if on_gpu(table):
+        from slipstream.kernels.gpu import embed as gpu
+
+        return gpu.embed_part(token_ids, table, start)
+    if not len(table):
+        return table.new_zeros(*token_ids.shape, table.shape[1])
+    mine = (token_ids >= start) & (token_ids < start + len(table))  # [M]
+    rows = F.embedding(torch.where(mine, token_ids - start, 0), table)  # [M, h]
+    return rows.masked_fill(~mine.unsqueeze(-1), 0)

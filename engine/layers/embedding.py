@@ -1,11 +1,10 @@
 """Embedding whose vocabulary is divided over the ranks."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from slipstream.engine.tensor_parallel import AllReduce, Shard, TensorParallel
-from slipstream.kernels.embed import embed
+from slipstream.kernels.embed import embed, embed_part
 from slipstream.kernels.stream import Stream
 
 
@@ -22,11 +21,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def partial(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[M] int64 -> [M, hidden]: the rows of the ids that this rank holds, zero for the others."""
-        mine = (token_ids >= self.cut.start) & (token_ids < self.cut.stop)  # [M]
-        if not self.cut.size:
-            return self.weight.new_zeros(*token_ids.shape, self.weight.shape[1])
-        rows = F.embedding(torch.where(mine, token_ids - self.cut.start, 0), self.weight)  # [M, h]
-        return rows.masked_fill(~mine.unsqueeze(-1), 0)
+        return embed_part(token_ids, self.weight, self.cut.start)
 
     def lookup(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[M] int64 -> (ids [M], table [.., hidden]) for an op that reads rows: the layer's own where it is whole."""

@@ -9,11 +9,13 @@ from slipstream.kernels.gpu.tiles import RESIDENT_K
 from slipstream.kernels.stream import Stream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "num_ids"])
 def _embed_kernel(
     ids_ptr,
     ids_stride,
     table_ptr,
+    start,
+    num_ids,
     out_ptr,
     sumsq_ptr,
     WIDTH: tl.constexpr,
@@ -25,11 +27,13 @@ def _embed_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids_ptr + m * ids_stride).to(tl.int64) * WIDTH
+    place = tl.load(ids_ptr + m * ids_stride).to(tl.int64) - start
+    held = (place >= 0) & (place < num_ids)
+    row = tl.where(held, place, 0) * WIDTH
     squares = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.static_range(0, WIDTH, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        x = tl.load(table_ptr + row + k, mask=k < WIDTH, other=0.0)
+    for first in tl.static_range(0, WIDTH, BLOCK):
+        k = first + tl.arange(0, BLOCK)
+        x = tl.load(table_ptr + row + k, mask=(k < WIDTH) & held, other=0.0)
         tl.store(out_ptr + m * WIDTH + k, x, mask=k < WIDTH)
         if SUMSQ:
             squares += x.to(tl.float32) * x.to(tl.float32)
@@ -39,11 +43,20 @@ def _embed_kernel(
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
     """As the op. Wide rows come with their sum of squares."""
+    return _run(token_ids, table, 0, sumsq=table.shape[1] > RESIDENT_K)
+
+
+def embed_part(token_ids: torch.Tensor, table: torch.Tensor, start: int) -> torch.Tensor:
+    """As the op."""
+    return _run(token_ids, table, start, sumsq=False).rows
+
+
+def _run(token_ids: torch.Tensor, table: torch.Tensor, start: int, *, sumsq: bool) -> Stream:
     num_rows, width = token_ids.shape[0], table.shape[1]
     out = torch.empty((num_rows, width), dtype=table.dtype, device=table.device)
-    sumsq = None
-    if width > RESIDENT_K:
-        sumsq = torch.empty((num_rows, 1), dtype=torch.float32, device=table.device)
+    squares = None
+    if sumsq:
+        squares = torch.empty((num_rows, 1), dtype=torch.float32, device=table.device)
     if num_rows:
         launch.launch(
             _embed_kernel,
@@ -52,10 +65,12 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
             ids_ptr=token_ids,
             ids_stride=token_ids.stride(0),
             table_ptr=table,
+            start=start,
+            num_ids=table.shape[0],
             out_ptr=out,
-            sumsq_ptr=sumsq,
+            sumsq_ptr=squares,
             WIDTH=width,
             BLOCK=1024,
-            SUMSQ=sumsq is not None,
+            SUMSQ=sumsq,
         )
-    return Stream(out, sumsq)
+    return Stream(out, squares)

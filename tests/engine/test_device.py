@@ -16,6 +16,7 @@ from slipstream.engine.kv_room import no_room
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_build import build_engine
 from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.kernels.all_gather import PeerLost
 from slipstream.kernels.round_ring import RoundRing
 
 
@@ -152,6 +153,18 @@ def test_a_late_record_is_waited_for(monkeypatch, flight, spin_seconds):
     monkeypatch.setattr(in_flight, "SPIN_SECONDS", spin_seconds)
     assert in_flight.wait_for(_Late(1), flight, torch.device("cpu")) == "record 0 of 1"
     assert in_flight.wait_for(_Late(300), flight, torch.device("cpu")) == "record 0 of 1"
+
+
+def test_a_lost_peer_is_heard_of_while_waiting_and_before_a_record_is_believed(flight):
+    def gone() -> None:
+        raise PeerLost("rank 1")
+
+    for looks in (1, 300):
+        with pytest.raises(PeerLost):
+            in_flight.wait_for(_Late(looks), flight, torch.device("cpu"), gone)
+    asked = []
+    assert in_flight.wait_for(_Late(5), flight, torch.device("cpu"), lambda: asked.append(0)) == "record 0 of 1"
+    assert len(asked) == 5
 
 
 def test_compiles_are_counted_once_and_told_on(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.embed import embed
+from slipstream.kernels.embed import embed, embed_part
 from slipstream.kernels.gpu import embed as gpu
 
 
@@ -27,3 +27,14 @@ def test_equals_the_twin(wide: bool, dtype: torch.dtype, monkeypatch: pytest.Mon
 def test_no_rows(kernel_device: str) -> None:
     ids = torch.zeros(0, dtype=torch.int64, device=kernel_device)
     assert gpu.embed(ids, torch.zeros(4, 8, device=kernel_device)).rows.shape == (0, 8)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 20), (20, 50), (30, 31)])
+def test_a_part_of_the_table_gives_its_rows_and_zeros(start: int, stop: int, kernel_device: str) -> None:
+    table = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([3, 49, 20, 19, 30, 0])
+    found = gpu.embed_part(ids.to(kernel_device), table[start:stop].to(kernel_device), start).cpu()
+    mine = (ids >= start) & (ids < stop)
+    assert torch.equal(found[mine], table[ids[mine]])
+    assert (found[~mine] == 0).all()
+    assert torch.equal(found, embed_part(ids, table[start:stop], start))
