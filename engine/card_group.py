@@ -16,10 +16,7 @@ from slipstream.engine.rank_group import LOAD_SECONDS, make_store
 from slipstream.engine.tensor_parallel import CardExchange, TensorParallel
 from slipstream.kernels.all_gather import PeerLost, all_gather
 
-# Longest wait of a card for another one while serving: ranks launch within a millisecond of each other, and one whose
-# process ends is noticed without this. It is for one that hangs.
-CARD_SECONDS = 3.0
-# The same for the exchange that finds out whether peer memory works; a rank may have to compile it first.
+# Longest wait in the exchange that finds out whether peer memory works; a rank may have to compile it first.
 TRIAL_SECONDS = 60.0
 _HANDLE_BYTES = 64
 

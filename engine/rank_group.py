@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # rank 0 starts the others before it imports torch
 PEER_SECONDS = 60.0
 # The same while ranks load, which they do at their own pace: rank 0 alone reads the fingerprint of all weights.
 LOAD_SECONDS = 1800.0
+# Longest wait of a card for another one while serving: ranks launch within a millisecond of each other.
+CARD_SECONDS = 3.0
 
 
 def make_store() -> int:

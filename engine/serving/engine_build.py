@@ -13,7 +13,7 @@ import torch
 
 from slipstream.engine.agreement import RankAgreement, check_same
 from slipstream.engine.capture import slot_name
-from slipstream.engine.card_group import CARD_SECONDS, carrier_name, check_shares, join_cards
+from slipstream.engine.card_group import carrier_name, check_shares, join_cards
 from slipstream.engine.device import device_name, resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.hf_config import read_record
@@ -29,6 +29,7 @@ from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.packed_weights import describe, products_for
+from slipstream.engine.rank_group import CARD_SECONDS
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.stats import EngineStats

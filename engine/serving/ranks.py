@@ -19,7 +19,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.rank_group import LOAD_SECONDS, PEER_SECONDS, be_patient, connect, make_store
+from slipstream.engine.rank_group import CARD_SECONDS, LOAD_SECONDS, PEER_SECONDS, be_patient, connect, make_store
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.protocol import Abort, Channel, Connect, Failed, Here, Step, Stop
 
@@ -144,7 +144,7 @@ class Ranks:
             return SlipstreamError(
                 f"an exchange between the {self.size} ranks failed while {self._doing}; "
                 f"{who}: {named or 'none'} ({reason})",
-                expected=f"every rank's answer within {seconds:.0f} s",
+                expected=f"every rank's answer within {seconds:.0f} s; of cards that serve {CARD_SECONDS:.0f} s",
                 do="see what holds them up (stopped processes, memory, load), and start again",
             )
         rank, code = ended[0]

@@ -268,7 +268,7 @@ def engine_part(parallel: Any) -> None:
     from slipstream.engine.agreement import RankAgreement
     from slipstream.engine.bench.generate import prompts_of, time_generate
     from slipstream.engine.bench.sizes import LLAMA_8B, Size, _fill
-    from slipstream.engine.card_group import CARD_SECONDS, check_peers
+    from slipstream.engine.card_group import check_peers
     from slipstream.engine.config import EngineConfig
     from slipstream.engine.drafts.eagle3.network import Eagle3Network
     from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
@@ -277,6 +277,7 @@ def engine_part(parallel: Any) -> None:
     from slipstream.engine.injection import parse_injections
     from slipstream.engine.models.dense import DenseModel
     from slipstream.engine.packed_weights import pack_for_device
+    from slipstream.engine.rank_group import CARD_SECONDS
     from slipstream.engine.sampling_params import SamplingParams
 
     tiny = Size("tiny", 199, 64, 96, 8, 4, 2, 16, False, 1e4, 66, 96)

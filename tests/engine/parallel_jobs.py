@@ -46,6 +46,7 @@ class Case:
     agreement: bool = True
     rounds_in_flight: int | None = None
     device: str = "cpu"
+    graphs: bool | None = None
     compare_states: bool = True
 
 
@@ -80,6 +81,7 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
         dtype=case.dtype,
         rounds_in_flight=case.rounds_in_flight,
         device=case.device,
+        graphs=case.graphs,
     )
     proposer: Any = None
     if case.draft is not None and case.num_steps:

@@ -208,12 +208,14 @@ def test_ranks_that_found_different_files_are_named_at_start(ranks):
     assert ranks.run(4, JOBS, "facts_of", 9) == [""] * 4
 
 
-def test_ranks_with_launches_in_flight_compare_what_was_committed_now_and_then(tiny, ranks, jobs, models):
-    """As on cards: a step's tensors are not looked at, and most steps end without an exchange between the hosts."""
+@pytest.mark.parametrize("graphs", [False, True])
+def test_ranks_with_launches_in_flight_compare_what_was_committed_now_and_then(tiny, ranks, jobs, models, graphs):
+    """As on cards, with exchanges within captured steps: a step's tensors are not looked at, and most steps end without
+    an exchange between the hosts."""
     target, draft = models["4/2 tied"]
     prompts = tiny.prompts(4, seed=5)
     params = [SamplingParams(max_tokens=70, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 0.8)]
-    case = jobs.Case(target, draft, 2, prompts, params, rounds_in_flight=2)
+    case = jobs.Case(target, draft, 2, prompts, params, rounds_in_flight=2, graphs=graphs)
     alone, *_ = ranks.run(1, JOBS, "serve", case)
     for tokens, steps, compared, said in ranks.run(2, JOBS, "serve_in_flight", case, -1):
         assert said == ""
