@@ -63,7 +63,12 @@ def run_part(name: str, seconds: float) -> list[Row]:
         for rank in range(SIZE)
     ]
     os.close(store)
-    alarm = signal.signal(signal.SIGALRM, lambda *_: [process.kill() for process in processes])
+
+    def too_long(*_: object) -> None:
+        for process in processes:
+            process.kill()
+
+    alarm = signal.signal(signal.SIGALRM, too_long)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     killed_at = 0.0
     assert processes[0].stdout is not None
@@ -151,6 +156,7 @@ def time_graph(call: Callable[[], object], stream: Any, calls: int = CALLS) -> f
     """Microseconds a call, in a graph of many; the median of 20 replays. Both ranks do the same meanwhile."""
     import torch
 
+    torch.cuda.synchronize()  # what it reads was made in another stream
     with torch.cuda.stream(stream):
         call()
         call()
@@ -245,6 +251,7 @@ def replay(peers: Any, rank: int, parts: list[Any], residual: Any, stream: Any) 
             expected = residual[:rows] + (now[0].float() + now[1].float()).bfloat16()
             wrong.add_((found.rows != expected).sum())
 
+    torch.cuda.synchronize()  # the zeros were made in another stream
     with torch.cuda.stream(stream):
         exchanges()
     torch.cuda.synchronize()

@@ -33,6 +33,7 @@ class Pair:
 
     def warm_up(self, call: Any) -> None:
         """Compiles without waiting for anybody: to load a kernel may wait for the one that runs."""
+        torch.cuda.synchronize()  # what it reads was made in another stream
         for rank, one in enumerate(self.ranks):
             with torch.cuda.stream(self.streams[rank]):
                 one.be_patient(0.0)
