@@ -3,8 +3,12 @@
 A packed weight takes the place of the plain one: no second copy is kept, but of an embedding that is the head as well,
 whose table stays for looking up tokens. What the kernels do not take keeps its plain weight and its Triton kernel:
 other dtypes than bf16, an input width that is no multiple of 32, queries and keys with a norm of their own.
+
+INT4 weights lie in the order of their CUDA C++ kernels as soon as they are loaded; here those that the kernels take are
+marked. They are taken where the input width is a multiple of 128.
 """
 
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +17,8 @@ from torch import nn
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers import Attention, GatedMLP, Linear
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder, pack
-from slipstream.kernels.matrix_products import VARIABLE, MatrixProducts, matrix_products
+from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.matrix_products import VARIABLE, MatrixProducts, int4_products, matrix_products
 
 _CHUNK = 32  # input features and, of a head, rows that the kernels take together
 
@@ -34,7 +39,23 @@ def pack_for_device(model: nn.Module, device: torch.device | str) -> MatrixProdu
     products = products_for(device)
     if products.kernels == "cuda":
         pack_weights(model)
+        mark_int4_weights(model)
     return products
+
+
+def mark_int4_weights(model: nn.Module) -> None:
+    """Has the INT4 weights of `model` run in CUDA C++, where they can. Raises SlipstreamError as `products_for`."""
+    from slipstream.kernels.cuda import int4_launch
+
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear) and isinstance(layer.weight, Int4Weight)]
+    taken = [layer for layer in layers if int4_launch.takes(layer.weight)]
+    try:
+        if not taken or not int4_products(frozenset(layer.weight.group for layer in taken)):
+            return
+    except ValueError as error:
+        raise _not_to_be_had(error) from error
+    for layer in taken:
+        layer.weight = replace(layer.weight, cuda=True)
 
 
 def products_for(device: torch.device | str) -> MatrixProducts:
@@ -42,9 +63,13 @@ def products_for(device: torch.device | str) -> MatrixProducts:
     try:
         return matrix_products(device)
     except ValueError as error:
-        raise SlipstreamError(
-            str(error), expected="kernels that this host can compile", do=f"unset {VARIABLE}, or install nvcc"
-        ) from error
+        raise _not_to_be_had(error) from error
+
+
+def _not_to_be_had(error: ValueError) -> SlipstreamError:
+    return SlipstreamError(
+        str(error), expected="kernels that this host can compile", do=f"unset {VARIABLE}, or install nvcc"
+    )
 
 
 def pack_weights(model: nn.Module) -> None:
@@ -75,11 +100,16 @@ def describe(products: MatrixProducts, *models: nn.Module | None) -> dict[str, A
         "kernels": products.kernels,
         "reason": products.reason,
         "compile_seconds": round(products.compile_seconds, 3),
-        "packed_weights": sum(isinstance(weight, PackedWeight) for weight in weights) + len(copies),
-        "other_weights": sum(not isinstance(weight, PackedWeight) for weight in weights),
+        "packed_weights": sum(_in_cuda(weight) for weight in weights) + len(copies),
+        "other_weights": sum(not _in_cuda(weight) for weight in weights),
         # The head of tied embeddings is packed beside the table: the one weight that lies on the card twice.
         "second_copy_bytes": sum(head.data.nbytes for head in copies),
     }
+
+
+def _in_cuda(weight: Any) -> bool:
+    """Whether its products run in CUDA C++."""
+    return isinstance(weight, PackedWeight) or (isinstance(weight, Int4Weight) and weight.cuda)
 
 
 def _takes(weight: Any, order: RowOrder, head_dim: int) -> bool:

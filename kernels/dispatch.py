@@ -1,4 +1,4 @@
-"""Which code an op runs: its torch twin, its Triton kernel, or the CUDA C++ kernels that read packed weights."""
+"""Which code an op runs: its torch twin, its Triton kernel, or the CUDA C++ kernels of packed and INT4 weights."""
 
 from types import ModuleType
 from typing import TypeGuard
@@ -6,6 +6,7 @@ from typing import TypeGuard
 import torch
 
 from slipstream.kernels.cuda.pack import PackedWeight
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.weight import Weight
 
 
@@ -19,12 +20,21 @@ def triton_product(weight: Weight, x: torch.Tensor) -> TypeGuard[torch.Tensor]:
     return isinstance(weight, torch.Tensor) and on_gpu(x) and weight.numel() > 0
 
 
-def cuda_products(weight: Weight, x: torch.Tensor) -> ModuleType | None:
-    """The CUDA C++ products, for a packed weight; None where another form, or the torch twin, is to run.
+def cuda_products(weight: Weight, x: torch.Tensor, half: int = 16) -> ModuleType | None:
+    """The CUDA C++ products, for a weight in their form; None where another form, or the torch twin, is to run.
 
     The form of the weight decides alone: a weight goes through the same kernels however many rows there are.
+
+    Args:
+        weight: [N, K].
+        x: [M, K].
+        half: the order of rows (`Int4Weight.half`) that the op needs of INT4 weights; 0: it has no kernel over them.
     """
-    if not isinstance(weight, PackedWeight) or not on_gpu(x):
+    if isinstance(weight, Int4Weight):
+        taken = weight.cuda and weight.half == half and x.dtype == torch.bfloat16
+    else:
+        taken = isinstance(weight, PackedWeight)
+    if not taken or not on_gpu(x):
         return None
     from slipstream.kernels.cuda import products
 

@@ -28,12 +28,14 @@ class Int4Weight:
         num_rows: output features.
         half: which rows make a block: 16 that follow each other, and those `half` rows behind them. 16: 32 rows in a
             row. Half a head: a rotation's pairs lie in one thread; the intermediate width: so do gate and up.
+        cuda: its products run in CUDA C++, where they are on a card; else in Triton. Set when a model has been loaded.
     """
 
     words: torch.Tensor
     scales: torch.Tensor
     num_rows: int
     half: int = 16
+    cuda: bool = False
 
     @property
     def in_features(self) -> int:

@@ -2,9 +2,10 @@
 
 import torch
 
-from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.dispatch import cuda_products, on_gpu
 from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
 from slipstream.kernels.linear import linear
+from slipstream.kernels.stream import Stream
 
 
 def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
@@ -19,6 +20,10 @@ def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
     """
     if not weight.words.numel():
         return x.new_zeros(*x.shape[:-1], weight.num_rows)
+    if cuda := cuda_products(weight, x):
+        rows = x.reshape(-1, x.shape[-1])  # [..., K] -> [M, K]
+        y: torch.Tensor = cuda.norm_linear(Stream(rows), None, weight)
+        return y.view(*x.shape[:-1], weight.num_rows)  # [M, N] -> [..., N]
     if on_gpu(x):
         from slipstream.kernels.gpu.int4_linear import linear_int4 as on_card
 

@@ -55,6 +55,31 @@ def matrix_products(device: torch.device | str) -> MatrixProducts:
     return MatrixProducts("triton", problem)
 
 
+def int4_products(groups: frozenset[int]) -> bool:
+    """Whether the CUDA C++ kernels over INT4 weights of these groups can be had, on a card where the others run.
+
+    The first call compiles and loads them, unless a cache has them: before graphs are captured. Raises ValueError where
+    SLIPSTREAM_MATRIX is `cuda` and they cannot be had; else the reason is logged, once.
+    """
+    problem = _load_int4(groups)
+    if problem and os.environ.get(VARIABLE) == "cuda":
+        raise ValueError(f"{VARIABLE}=cuda, and {problem}; install nvcc of CUDA 12 or newer, or unset the variable")
+    return not problem
+
+
+@functools.cache
+def _load_int4(groups: frozenset[int]) -> str:
+    from slipstream.kernels.cuda import int4_launch
+
+    try:
+        int4_launch.load(torch.cuda.current_device(), tuple(sorted(groups)))
+        return ""
+    except (RuntimeError, OSError) as error:
+        problem = f"the CUDA C++ kernels over INT4 weights cannot be loaded: {error}"
+    _log.warning("%s: the Triton kernel runs instead", problem)
+    return problem
+
+
 @functools.cache
 def _load() -> tuple[str, float]:
     """(why the CUDA C++ kernels cannot be had, or nothing; seconds). The reason is logged, once."""

@@ -20,7 +20,7 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: Weight) -> torch.Tensor:
     Returns:
         [M, I].
     """
-    if cuda := cuda_products(weight, stream.rows):
+    if cuda := cuda_products(weight, stream.rows, half=weight.shape[0] // 2):
         return cuda.norm_gate_up(stream, norm, weight)
     if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_gate_up as gpu

@@ -20,7 +20,7 @@ def norm_linear(stream: Stream, norm: Norm | None, weight: Weight) -> torch.Tens
     Returns:
         [M, N].
     """
-    if cuda := cuda_products(weight, stream.rows):
+    if cuda := cuda_products(weight, stream.rows, half=16 if norm is None else 0):
         return cuda.norm_linear(stream, norm, weight)
     if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_linear as gpu

@@ -59,7 +59,8 @@ def norm_qkv(
     Returns:
         (q [M, q, dim], k [M, kv, dim], v [M, kv, dim]); k and v are None where they went to the sink.
     """
-    if cuda := cuda_products(weight, stream.rows):
+    int4 = norm is not None and q_norm is None and k_norm is None  # what the kernel over INT4 weights does
+    if cuda := cuda_products(weight, stream.rows, half=heads.dim // 2 if int4 else 0):
         return cuda.norm_qkv(stream, norm, weight, heads, cos, sin, q_norm, k_norm, sink)
     if triton_product(weight, stream.rows):
         from slipstream.kernels.gpu import norm_qkv as gpu

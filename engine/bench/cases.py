@@ -44,6 +44,9 @@ CASES = (
     Case("llama8b-round", "llama8b", 4, 3),
     Case("llama8b-round", "llama8b", 16, 3, 5.3),
     Case("llama8b-round", "llama8b", 1, 5, 5.1),
+    Case("llama8b-int4-step", "llama8b-int4", 1, 0, 1.5),
+    Case("llama8b-int4-step", "llama8b-int4", 4, 0),
+    Case("llama8b-int4-step", "llama8b-int4", 16, 0),
 )
 
 

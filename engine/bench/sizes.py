@@ -1,20 +1,28 @@
 """Models of known sizes with random weights, made on the device: what a step costs does not depend on the values."""
 
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.layers.linear import unallocated
+from slipstream.engine.layers.quantized import quantise
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.packed_weights import pack_for_device
+from slipstream.engine.quantization import Quantization
 
 
 @dataclass(frozen=True)
 class Size:
-    """Dimensions of a target and of a draft for it."""
+    """Dimensions of a target and of a draft for it.
+
+    Args:
+        int4_group: the target's layers have INT4 weights with a scale for so many input features; 0: bf16.
+    """
 
     name: str
     vocab_size: int
@@ -28,6 +36,12 @@ class Size:
     rope_theta: float
     draft_vocab_size: int
     draft_intermediate_size: int
+    int4_group: int = 0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Of one weight of a decoder layer's matrices."""
+        return 0.5 + 2 / self.int4_group if self.int4_group else 2.0
 
     @property
     def layer_parameters(self) -> int:
@@ -44,10 +58,10 @@ class Size:
         ) * self.head_dim * 2 * h + self.num_heads * self.head_dim * h
         return attention + 3 * h * self.draft_intermediate_size + self.draft_vocab_size * h
 
-    def step_bytes(self, num_steps: int, weight_bytes: float = 2.0) -> float:
+    def step_bytes(self, num_steps: int) -> float:
         """Bytes of weights that a round of K drafts reads once: layers, head, K draft steps and the draft's fc."""
         h = self.hidden_size
-        target = self.num_layers * self.layer_parameters * weight_bytes + self.vocab_size * h * 2
+        target = self.num_layers * self.layer_parameters * self.weight_bytes + self.vocab_size * h * 2
         draft = num_steps * self.draft_step_parameters * 2 + (3 * h * h * 2 if num_steps else 0)
         return target + draft
 
@@ -96,13 +110,16 @@ class Size:
 
 SMOLLM2_135M = Size("SmolLM2-135M", 49152, 576, 1536, 30, 9, 3, 64, True, 1e5, 32000, 1536)
 LLAMA_8B = Size("Llama-3.1-8B", 128256, 4096, 14336, 32, 32, 8, 128, False, 5e5, 32000, 14336)
-SIZES = {"smollm2": SMOLLM2_135M, "llama8b": LLAMA_8B}
+LLAMA_8B_INT4 = replace(LLAMA_8B, name="Llama-3.1-8B INT4", int4_group=128)
+SIZES = {"smollm2": SMOLLM2_135M, "llama8b": LLAMA_8B, "llama8b-int4": LLAMA_8B_INT4}
 
 
 def random_target(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> DenseModel:
-    """A target of these sizes, weights normal with deviation 0.02 (norms 1), ready to serve."""
-    with torch.device(device):
+    """A target of these sizes, weights of deviation 0.02 (norms 1): INT4 uniform, others normal; ready to serve."""
+    with torch.device(device), unallocated() if size.int4_group else nullcontext():
         model = DenseModel(size.target_config(), dtype)
+    if size.int4_group:
+        _quantise(model, size.int4_group, device, seed)
     _fill(model, seed)
     pack_for_device(model, device)
     return model.requires_grad_(False).eval()
@@ -117,6 +134,19 @@ def random_draft(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bf
     network.d2t.copy_(ids * size.vocab_size // size.draft_vocab_size - ids)
     pack_for_device(network, device)
     return network.requires_grad_(False).eval()
+
+
+def _quantise(model: DenseModel, group: int, device: str, seed: int) -> None:
+    """Random INT4 weights for every linear layer but the head, by the way that a checkpoint's take."""
+    generator = torch.Generator(device).manual_seed(seed)
+    readers = quantise(model, Quantization(group, ignore=("lm_head",)), device, lambda name: name)
+    while readers:  # one after the other: each frees what it read
+        reader = readers.pop()
+        reader.packed.random_(-(2**31), 2**31, generator=generator)
+        reader.scale.uniform_(0.003, 0.0056, generator=generator)  # integers -8..7 have a deviation of 4.6
+        for place, part in zip(reader.shapes, reader.parts, strict=True):
+            place.copy_(torch.tensor(part.shape))
+        reader.finish()
 
 
 def _fill(module: nn.Module, seed: int) -> None:

@@ -79,6 +79,36 @@ __device__ inline float shuffle_xor(uint32_t mask, float v, int lane_mask) {
     return __shfl_xor_sync(mask, v, lane_mask);
 }
 
+// 8 bytes of scales, as load_weight.
+__device__ inline uint2 load_scales(const bf16* address) {
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
+// Bits 4 i .. + 3 and 16 + 4 i .. + 3 of a word, less 8, as two bf16. Exact: nibble | 0x4300 is 128 + nibble.
+__device__ inline uint32_t integers(uint32_t word, int i) {
+    uint32_t v;
+    asm("lop3.b32 %0, %1, 0x000f000f, 0x43004300, 0xea;" : "=r"(v) : "r"(word >> (4 * i)));
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(v), "r"(0x3f803f80u), "r"(0xc308c308u));  // * 1 - 136
+    return v;
+}
+
+// As mma_16x8x16 with c = 0 before.
+__device__ inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                             uint32_t b0, uint32_t b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%10, %10, %10, %10};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+__device__ inline uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+__device__ inline void sync_warp() { __syncwarp(); }
+__device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
+__device__ inline uint4 load_shared(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
+
 // Barriers in shared memory and copies that arrive at them, all by address in shared memory. A barrier's phase is over
 // when all that it counts have arrived and all the bytes that it was told to expect are there; waiting for parity 0 is
 // waiting for the first phase.
@@ -125,7 +155,6 @@ __device__ inline uint4 load_shared(uint32_t from) {
                  : "memory");
     return v;
 }
-__device__ inline void sync_warp() { __syncwarp(); }
 // The first `threads` threads of the CTA.
 __device__ inline void sync_some(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 #endif

@@ -11,12 +11,12 @@ import torch
 
 from slipstream.kernels.cuda import skinny_gemm
 from slipstream.kernels.cuda.launch import MAX_ROWS
-from slipstream.kernels.cuda.pack import PackedWeight
+from slipstream.kernels.cuda.skinny_gemm import CudaWeight
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
 
-def norm_linear(stream: Stream, norm: Norm | None, weight: PackedWeight) -> torch.Tensor:
+def norm_linear(stream: Stream, norm: Norm | None, weight: CudaWeight) -> torch.Tensor:
     """As the op: [M, N]."""
     stream = _aligned(stream)
 
@@ -26,7 +26,7 @@ def norm_linear(stream: Stream, norm: Norm | None, weight: PackedWeight) -> torc
     return _in_groups(stream.rows.shape[0], group)[0]
 
 
-def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream) -> Stream:
+def linear_add(x: torch.Tensor, weight: CudaWeight, stream: Stream) -> Stream:
     """As the op, with the sums of squares of the new rows."""
     x = _aligned(Stream(x)).rows
 
@@ -37,7 +37,7 @@ def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream) -> Stream:
     return Stream(*_in_groups(x.shape[0], group))
 
 
-def norm_gate_up(stream: Stream, norm: Norm, weight: PackedWeight) -> torch.Tensor:
+def norm_gate_up(stream: Stream, norm: Norm, weight: CudaWeight) -> torch.Tensor:
     """As the op: [M, I]."""
     stream = _aligned(stream)
 
@@ -50,7 +50,7 @@ def norm_gate_up(stream: Stream, norm: Norm, weight: PackedWeight) -> torch.Tens
 def norm_qkv(
     stream: Stream,
     norm: Norm | None,
-    weight: PackedWeight,
+    weight: CudaWeight,
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,

@@ -5,21 +5,24 @@ Every op raises ValueError for what the kernel does not do; `supports` asks befo
 
 import torch
 
+from slipstream.kernels.cuda import int4_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
+from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
+CudaWeight = PackedWeight | Int4Weight
 _AS_PLANNED = Override()
 
 
-def supports(x: torch.Tensor, weight: PackedWeight) -> bool:
+def supports(x: torch.Tensor, weight: CudaWeight) -> bool:
     """Whether the kernels take these rows with this weight. x: [M, K], weight: of [N, K]."""
     return not _unsupported(x, weight)
 
 
 def norm_linear(
-    stream: Stream, norm: Norm | None, weight: PackedWeight, *, override: Override = _AS_PLANNED
+    stream: Stream, norm: Norm | None, weight: CudaWeight, *, override: Override = _AS_PLANNED
 ) -> torch.Tensor:
     """y = norm(x) W^T: [M, N], as `slipstream.kernels.norm_linear.norm_linear`."""
     params = _params(stream.rows, weight, RowOrder.ROWS, stream, norm)
@@ -27,11 +30,11 @@ def norm_linear(
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
     if rows:
-        launch(Epilogue.STORE, norm is not None, params, _device(out), override)
+        _run(weight, Epilogue.STORE, norm is not None, params, _device(out), override)
     return out
 
 
-def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream, *, override: Override = _AS_PLANNED) -> Stream:
+def linear_add(x: torch.Tensor, weight: CudaWeight, stream: Stream, *, override: Override = _AS_PLANNED) -> Stream:
     """The stream with x W^T added and its sums of squares in parts of 16, as `slipstream.kernels.linear_add`."""
     params = _params(x, weight, RowOrder.ROWS, None, None)
     rows, n = x.shape[0], weight.shape[0]
@@ -42,25 +45,25 @@ def linear_add(x: torch.Tensor, weight: PackedWeight, stream: Stream, *, overrid
     params.residual, params.residual_stride = stream.rows.data_ptr(), stream.rows.stride(0)
     params.out, params.sumsq_out, params.N = out.data_ptr(), sumsq.data_ptr(), n
     if rows:
-        launch(Epilogue.ADD, False, params, _device(out), override)
+        _run(weight, Epilogue.ADD, False, params, _device(out), override)
     return Stream(out, sumsq)
 
 
-def norm_gate_up(stream: Stream, norm: Norm, weight: PackedWeight, *, override: Override = _AS_PLANNED) -> torch.Tensor:
+def norm_gate_up(stream: Stream, norm: Norm, weight: CudaWeight, *, override: Override = _AS_PLANNED) -> torch.Tensor:
     """silu(g) * u with [g; u] = norm(x) W^T: [M, I], as `slipstream.kernels.norm_gate_up`."""
     params = _params(stream.rows, weight, RowOrder.GATE_UP, stream, norm)
     rows, n = stream.rows.shape[0], weight.shape[0] // 2
     out = stream.rows.new_empty(rows, n)
     params.out, params.N = out.data_ptr(), n
     if rows:
-        launch(Epilogue.GATE_UP, True, params, _device(out), override)
+        _run(weight, Epilogue.GATE_UP, True, params, _device(out), override)
     return out
 
 
 def norm_qkv(
     stream: Stream,
     norm: Norm | None,
-    weight: PackedWeight,
+    weight: CudaWeight,
     heads: Heads,
     cos: torch.Tensor,
     sin: torch.Tensor,
@@ -75,8 +78,8 @@ def norm_qkv(
     params = _params(stream.rows, weight, RowOrder.HEADS, stream, norm)
     rows, total = stream.rows.shape[0], heads.q + 2 * heads.kv
     _check(
-        weight.shape[0] == total * heads.dim and weight.head_dim == heads.dim,
-        f"weight of {weight.shape[0]} rows in heads of {weight.head_dim}",
+        weight.shape[0] == total * heads.dim and _head_dim(weight) == heads.dim,
+        f"weight of {weight.shape[0]} rows in heads of {_head_dim(weight)}",
         f"{total * heads.dim} in heads of {heads.dim}",
     )
     for name, angles in (("cos", cos), ("sin", sin)):
@@ -111,17 +114,22 @@ def norm_qkv(
     params.out, params.N = q.data_ptr(), weight.shape[0]
     params.q_heads, params.kv_heads, params.head_dim = heads.q, heads.kv, heads.dim
     if rows:
-        launch(Epilogue.QKV, norm is not None, params, _device(q), override)
+        _run(weight, Epilogue.QKV, norm is not None, params, _device(q), override)
     return q, k, v
 
 
-def _params(x: torch.Tensor, weight: PackedWeight, order: RowOrder, stream: Stream | None, norm: Norm | None) -> Params:
+def _params(x: torch.Tensor, weight: CudaWeight, order: RowOrder, stream: Stream | None, norm: Norm | None) -> Params:
     """x, the weight and the norm in front."""
     problem = _unsupported(x, weight)
     if problem:
         raise ValueError(problem)
-    _check(weight.order is order, f"rows packed in order {weight.order.value}", order.value)
-    params = Params(x=x.data_ptr(), weight=weight.data.data_ptr(), x_stride=_row_stride(x), M=x.shape[0], K=x.shape[1])
+    params = Params(x=x.data_ptr(), x_stride=_row_stride(x), M=x.shape[0], K=x.shape[1])
+    if isinstance(weight, Int4Weight):
+        half = {RowOrder.ROWS: 16, RowOrder.GATE_UP: weight.num_rows // 2}.get(order, weight.half)
+        _check(weight.half == half, f"blocks of rows {weight.half} apart", f"{half}, for {order.value}")
+    else:
+        _check(weight.order is order, f"rows packed in order {weight.order.value}", order.value)
+        params.weight = weight.data.data_ptr()
     params.inverse_width = 1 / x.shape[1]
     if norm is not None:
         _check(
@@ -141,12 +149,30 @@ def _params(x: torch.Tensor, weight: PackedWeight, order: RowOrder, stream: Stre
     return params
 
 
-def _unsupported(x: torch.Tensor, weight: PackedWeight) -> str:
+def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:
+    if not isinstance(weight, Int4Weight):
+        launch(epilogue, norm, params, device, override)
+        return
+    _check(
+        norm == int4_launch.has_norm(epilogue),
+        f"a product {'behind a' if norm else 'without a'} norm over INT4 weights",
+        "the other (a norm can run before it by itself)",
+    )
+    int4_launch.launch(epilogue, weight, params, device, override)
+
+
+def _head_dim(weight: CudaWeight) -> int:
+    return 2 * weight.half if isinstance(weight, Int4Weight) else weight.head_dim
+
+
+def _unsupported(x: torch.Tensor, weight: CudaWeight) -> str:
     """Why the kernels do not take this, or nothing."""
     if x.dtype != torch.bfloat16:
         return f"x {x.dtype}; expected bf16"
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         return f"x {tuple(x.shape)}, weight {weight.shape}; expected [M, K] and [N, K]"
+    if isinstance(weight, Int4Weight) and not int4_launch.takes(weight):
+        return f"INT4 weight {tuple(weight.shape)}; expected K a multiple of {int4_launch.QUAD}, nothing empty"
     if x.shape[0] > MAX_ROWS:
         return f"{x.shape[0]} rows; expected at most {MAX_ROWS}"
     if x.stride(1) != 1 or _row_stride(x) % 8 or x.data_ptr() % 16:

@@ -17,6 +17,9 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.layers import Linear
+from slipstream.engine.sampling_params import SamplingParams
+from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.weight import as_matrix
 
 TINY = Size("tiny", 199, 64, 96, 7, 4, 2, 16, True, 1e4, 64, 80)
 ROW = Row("step", 1, 0, 1, 1.5, "ms", 2.0, "abc", "slipstream bench engine")
@@ -67,6 +70,20 @@ def test_cases_run_and_are_counted(tiny_size):
         assert parts.host > 0
         assert (parts.draft > 0) == (outcome.case.num_steps > 0)
         assert outcome.share == pytest.approx(step_bytes(TINY, outcome.case) / 1e12 / (outcome.timing.ms * 1e-3))
+
+
+def test_int4_weights_are_counted_and_run():
+    size = replace(TINY, name="int4", hidden_size=128, intermediate_size=256, head_dim=32, int4_group=128)
+    target = random_target(size, "cpu")
+    linears = [m for m in target.layers.modules() if isinstance(m, Linear)]
+    assert all(isinstance(m.weight, Int4Weight) and m.weight.group == 128 for m in linears)
+    assert size.step_bytes(0) == sum(m.weight.nbytes for m in linears) + 2 * target.head_weight.numel()
+    again = random_target(size, "cpu").layers[2].mlp.down_proj.weight
+    assert torch.equal(target.layers[2].mlp.down_proj.weight.words, again.words)
+    values = as_matrix(again)
+    assert values.std() == pytest.approx(0.02, rel=0.05)
+    (answer,) = Engine(target, EngineConfig()).generate([[1, 2, 3]], SamplingParams(max_tokens=3, ignore_eos=True))
+    assert len(answer.token_ids) == 3
 
 
 def test_a_random_draft_is_one_for_the_target():

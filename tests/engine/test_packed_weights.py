@@ -78,7 +78,7 @@ def emulator(libraries, monkeypatch):
 
     monkeypatch.setattr(made, "run", checked)
 
-    def products(weight, x):
+    def products(weight, x, half=16):
         if not isinstance(weight, PackedWeight):
             return None
         from slipstream.kernels.cuda import products
@@ -202,6 +202,7 @@ def card(monkeypatch):
 
     asked = []
     matrix_products._load.cache_clear()
+    matrix_products._load_int4.cache_clear()
     monkeypatch.delenv(matrix_products.VARIABLE, raising=False)
     monkeypatch.setattr(gpu_launch, "capability", lambda: 90)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -209,6 +210,7 @@ def card(monkeypatch):
     monkeypatch.setattr(launch, "load", asked.append)
     yield asked
     matrix_products._load.cache_clear()
+    matrix_products._load_int4.cache_clear()
 
 
 def test_the_choice_of_kernels_is_made_once_and_told(card, monkeypatch):
@@ -246,6 +248,47 @@ def test_without_the_kernels_triton_runs_and_the_reason_is_told(card, monkeypatc
     monkeypatch.setenv(matrix_products.VARIABLE, "cuda")
     with pytest.raises(SlipstreamError, match=words):
         pack_for_device(torch.nn.Module(), "cuda")
+
+
+def test_int4_weights_run_in_cuda_where_the_kernels_take_them(card, monkeypatch, caplog):
+    from slipstream.engine.errors import SlipstreamError
+    from slipstream.kernels.cuda import int4_launch, products
+    from slipstream.kernels.int4 import arrange, pack
+
+    def model():
+        made = torch.nn.ModuleList(Linear(width, 64) for width in (128, 96, 256))
+        for layer in made:
+            width = layer.weight.shape[1]
+            del layer.weight
+            words = pack(torch.zeros(64, width, dtype=torch.int8))
+            layer.weight = arrange(words, torch.ones(64, width // 32).bfloat16(), 32)
+        return made
+
+    monkeypatch.setattr(int4_launch, "load", lambda device, groups: card.append(groups))
+    ours = model()
+    told = describe(pack_for_device(ours, "cuda"), ours)
+    assert card == [0, (32,)]
+    assert [layer.weight.cuda for layer in ours] == [True, False, True]
+    assert (told["packed_weights"], told["other_weights"]) == (2, 1)
+    x = torch.zeros(2, 128).bfloat16()
+    monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
+    assert dispatch.cuda_products(ours[0].weight, x, 32) is products
+    for weight, rows, half in ((ours[0].weight, x, 16), (ours[0].weight, x.float(), 32), (ours[1].weight, x, 32)):
+        assert dispatch.cuda_products(weight, rows, half) is None
+
+    def fail(device, groups):
+        raise RuntimeError("nvcc failed with 1")
+
+    monkeypatch.setattr(int4_launch, "load", fail)
+    matrix_products._load_int4.cache_clear()
+    for _ in range(2):
+        theirs = model()
+        pack_for_device(theirs, "cuda")
+        assert not any(layer.weight.cuda for layer in theirs)
+    assert caplog.text.count("the Triton kernel runs instead") == 1
+    monkeypatch.setenv(matrix_products.VARIABLE, "cuda")
+    with pytest.raises(SlipstreamError, match="nvcc failed with 1"):
+        pack_for_device(model(), "cuda")
 
 
 def test_a_packed_weight_goes_to_cuda_and_a_plain_one_to_triton(monkeypatch):

@@ -1,11 +1,18 @@
-// Runs a kernel of skinny_gemm.cu on the CPU; see primitives.cuh beside this.
+// Runs a kernel of SOURCE, which takes PARAMS, on the CPU; see primitives.cuh beside this.
 #include <primitives.cuh>
 
-#include "skinny_gemm.cu"
+#include SOURCE
 
 namespace {
-void (*kernel)(slipstream::Params);
-slipstream::Params params;
+using Given = slipstream::PARAMS;
+void (*kernel)(Given);
+Given params;
+
+const slipstream::bf16* weight_of(const slipstream::Params& given) { return given.weight; }
+template <class Other>
+const slipstream::bf16* weight_of(const Other& given) {
+    return given.common.weight;
+}
 
 // Warps run apart: each now and then stands still for a while, so that a barrier that is missing shows.
 bool sleeps(long turns, int warp) { return uint32_t((turns / 24 * 8 + warp) * 2654435761u) >> 30 == 0; }
@@ -20,14 +27,14 @@ void body() {
 // weight: the matrix, of `weight_bytes`; reads: [weight_bytes / 16] out, how often each 16 bytes were read; ranges:
 // (begin, end) of what load_activation may read, x first. Returns reads outside of everything + reads of x before the
 // wait + threads that never waited.
-extern "C" long run(void (*function)(slipstream::Params), int grid, int threads, int shared_bytes,
-                    const slipstream::Params* given, long weight_bytes, uint32_t* reads, const char** ranges,
+extern "C" long run(void (*function)(Given), int grid, int threads, int shared_bytes, const Given* given,
+                    long weight_bytes, uint32_t* reads, const char** ranges,
                     int num_ranges) {
     using namespace emulator;
     if (shared_bytes > int(sizeof(shared))) return -1;
     kernel = function;
     params = *given;
-    weight_begin = reinterpret_cast<const char*>(params.weight);
+    weight_begin = reinterpret_cast<const char*>(weight_of(params));
     weight_reads.assign(weight_bytes / 16, 0);
     outside_reads = unwaited_reads = 0;
     num_activations = num_ranges;

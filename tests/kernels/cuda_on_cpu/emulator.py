@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slipstream.kernels.cuda import int4_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -18,14 +19,26 @@ BULK_BYTES = 84 << 10  # rings of four to nine slots
 
 
 def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
-    """One library an epilogue."""
-    libraries = {}
-    for epilogue in Epilogue:
-        target = directory / f"{epilogue.name}.so"
-        includes = (f"-I{_HERE}", f"-I{_SOURCES}", f"-DSLIPSTREAM_EPILOGUE={int(epilogue)}")
-        subprocess.run(["g++", *_FLAGS, *includes, "-o", str(target), str(_HERE / "emulator.cpp")], check=True)
-        libraries[epilogue] = ctypes.CDLL(str(target))
-    return libraries
+    """The bf16 kernels, one library an epilogue."""
+    return {e: _compile(directory, "skinny_gemm", "Params", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
+
+
+def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
+    """The kernels over INT4 weights of one group, one library an epilogue."""
+    return {
+        e: _compile(
+            directory, "int4_gemm", "Int4Params", f"-DSLIPSTREAM_EPILOGUE={int(e)}", f"-DSLIPSTREAM_GROUP={group}"
+        )
+        for e in Epilogue
+    }
+
+
+def _compile(directory: Path, source: str, params: str, *defines: str) -> ctypes.CDLL:
+    target = directory / f"{source}{''.join(defines)}.so"
+    macros = (f'-DSOURCE="{source}.cu"', f"-DPARAMS={params}", *defines)
+    includes = (f"-I{_HERE}", f"-I{_SOURCES}")
+    subprocess.run(["g++", *_FLAGS, *includes, *macros, "-o", str(target), str(_HERE / "emulator.cpp")], check=True)
+    return ctypes.CDLL(str(target))
 
 
 class Emulator:
@@ -36,7 +49,7 @@ class Emulator:
         self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [tiles, K / 32, 64]
         self.faults = -1
         self.names: list[str] = []
-        self.groups = 0
+        self.groups = self.grid = 0
 
     def install(self, monkeypatch: pytest.MonkeyPatch, bulk_bytes: int = BULK_BYTES) -> None:
         """For the rest of a test, launches come here; the card is an sm_90 with two SMs and room for short rings."""
@@ -46,12 +59,26 @@ class Emulator:
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
 
-    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Params) -> None:
+    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Any) -> None:
+        self._run(epilogue, name, grid, threads, shared_bytes, params, params, (params.tiles, params.K // 32, 64))
+
+    def _run(
+        self,
+        epilogue: Epilogue,
+        name: str,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        params: Any,
+        common: Params,
+        pieces: tuple[int, ...],
+    ) -> None:
+        """pieces: of 16 bytes, the weight's."""
         library = self._libraries[epilogue]
-        reads = np.zeros((params.tiles, params.K // 32, 64), dtype=np.uint32)
-        ranges = [params.x, params.x + 2 * ((params.M - 1) * params.x_stride + params.K)]
-        if params.norm_weight:
-            ranges += [params.norm_weight, params.norm_weight + 2 * params.K]
+        reads = np.zeros(pieces, dtype=np.uint32)
+        ranges = [common.x, common.x + 2 * ((common.M - 1) * common.x_stride + common.K)]
+        if common.norm_weight:
+            ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
         self.faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,
@@ -65,7 +92,23 @@ class Emulator:
         )
         self.reads = reads
         self.names.append(name)
-        self.groups = params.m_groups
+        self.groups = common.m_groups
+        self.grid = grid
+
+
+class Int4Emulator(Emulator):
+    """The same for the kernels over INT4 weights."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, arch: int = 90) -> None:
+        monkeypatch.setattr(int4_launch, "_module", lambda group, epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(int4_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(int4_launch, "_sms", lambda device: 1)
+        monkeypatch.setattr(int4_launch, "capability", lambda: arch)
+        monkeypatch.setattr(int4_launch, "pdl_enabled", lambda: False)
+
+    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Any) -> None:
+        common = params.common
+        self._run(epilogue, name, grid, threads, shared_bytes, params, common, (common.tiles // 2, common.K // 32, 32))
 
 
 class _Module:
@@ -84,5 +127,5 @@ class _Function:
     def __init__(self, emulator: Emulator, epilogue: Epilogue, name: str) -> None:
         self._emulator, self._epilogue, self._name = emulator, epilogue, name
 
-    def launch(self, grid: int, threads: int, shared_bytes: int, stream: int, params: Params, *, pdl: bool) -> None:
+    def launch(self, grid: int, threads: int, shared_bytes: int, stream: int, params: Any, *, pdl: bool) -> None:
         self._emulator.run(self._epilogue, self._name, grid, threads, shared_bytes, params)

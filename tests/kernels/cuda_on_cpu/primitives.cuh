@@ -20,6 +20,9 @@
 struct uint4 {
     uint32_t x, y, z, w;
 };
+struct uint2 {
+    uint32_t x, y;
+};
 struct float4 {
     float x, y, z, w;
 };
@@ -248,6 +251,29 @@ inline float shuffle_xor(uint32_t mask, float v, int lane_mask) {
     const emulator::Exchanged* all = emulator::exchange(mask, {{float_to_bits(v)}});
     return bits_to_float(all[(threadIdx.x % 32) ^ lane_mask].words[0]);
 }
+
+inline uint2 load_scales(const bf16* address) {
+    uint2 v;
+    if (reinterpret_cast<uintptr_t>(address) % 8) ++emulator::outside_reads;
+    memcpy(&v, address, 8);
+    return v;
+}
+inline uint32_t integers(uint32_t word, int i) {
+    return pack_bf16(float(int(word >> (4 * i) & 15u) - 8), float(int(word >> (4 * i + 16) & 15u) - 8));
+}
+inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                  uint32_t b1) {
+    for (float& v : c) v = 0.0f;
+    mma_16x8x16(c, a0, a1, a2, a3, b0, b1);
+}
+inline uint32_t shuffle(uint32_t v, int lane) { return emulator::exchange(0xffffffffu, {{v}})[lane].words[0]; }
+inline uint4* in_shared(const bf16* at) {
+    const auto byte = reinterpret_cast<const char*>(at) - reinterpret_cast<const char*>(shared);
+    if (byte % 16 || byte < 0 || byte + 16 > long(sizeof(shared))) ++emulator::outside_reads;
+    return reinterpret_cast<uint4*>(const_cast<bf16*>(at));
+}
+inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
+inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 
 inline void pdl_launch_dependents() {}
 inline void pdl_wait() { emulator::waited[threadIdx.x] = 1; }
