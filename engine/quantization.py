@@ -17,6 +17,7 @@ _TOP: Mapping[str, tuple[Any, ...] | None] = {
     "quantization_status": ("compressed",),
     "kv_cache_scheme": (None,),
     "sparsity_config": (None, {}),
+    "moe_sparsity_config": (None, {}),
     "transform_config": (None, {}),
     "global_compression_ratio": None,
     "version": None,
