@@ -59,17 +59,20 @@ def wait_for(
         waited = time.perf_counter() - began
         if waited > SPIN_SECONDS:
             time.sleep(NAP_SECONDS)
+        problem = None
         if waited > (looks + 1) * LOOK_SECONDS:
             looks += 1
-            _look_at_device(device, waited, looks)
+            problem = _look_at_device(device, waited, looks)
         check_peers()
-        record = ring.read(flight.entry, count)
+        record = ring.read(flight.entry, count)  # behind the look at the device, which may have ended just before
+        if problem and record is None:
+            raise problem
     check_peers()
     return record
 
 
-def _look_at_device(device: torch.device, waited: float, looks: int) -> None:
-    """Raises SlipstreamError when it has failed, has nothing left to do, or has been looked at too often."""
+def _look_at_device(device: torch.device, waited: float, looks: int) -> SlipstreamError | None:
+    """What to say when it has failed, has nothing left to do, or has been looked at too often; else None."""
     found = ""
     if device.type == "cuda":
         try:
@@ -80,8 +83,8 @@ def _look_at_device(device: torch.device, waited: float, looks: int) -> None:
     elif looks:
         found = "a launch on the CPU left no record"
     if not found and looks < STALLED_LOOKS:
-        return
-    raise SlipstreamError(
+        return None
+    return SlipstreamError(
         found or f"the device has given no result for {waited:.0f} s",
         expected="a record of every launch, within seconds",
         do="start again; CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel, `nvidia-smi` shows a card that "

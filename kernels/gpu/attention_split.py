@@ -47,7 +47,7 @@ class Cut:
 
 
 _CUT = Cut()
-# By head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
+# By padded head_dim, the same for every architecture: shared memory fits the smallest (99 KB a block on sm_120).
 # 128: four warps leave room on an SM for a CTA of the products before and behind, whose weights come meanwhile.
 _TILES = {64: Tile(256, 32), 128: Tile(128, 32, warps=4, early=1), 256: Tile(64, 16)}
 
@@ -60,12 +60,17 @@ def usual_cut(batch: int) -> Cut:
     return replace(_CUT, stages=3) if batch <= _FEW or SHARED_BYTES[architecture()] <= 144 * 1024 else _CUT
 
 
-def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Tile of a (padded) head size. fp32 is for tests of tiny models: half the tile, twice the bytes."""
+def padded_dim(head_dim: int) -> int:
+    """Width of a head in the attention kernels. A ValueError names a head that is too large."""
     padded = max(64, triton.next_power_of_2(head_dim))
     if padded not in _TILES:
         raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
-    tile = _TILES[padded]
+    return int(padded)
+
+
+def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
+    """Tile of a head size. fp32 is for tests of tiny models: half the tile, twice the bytes."""
+    tile = _TILES[padded_dim(head_dim)]
     return tile if dtype.itemsize == 2 else Tile(max(16, tile.keys // 8), 16, 4)
 
 

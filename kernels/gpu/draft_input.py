@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.gemm import normalise
+from slipstream.kernels.gpu.squares import normalise
 from slipstream.kernels.stream import Norm
 
 

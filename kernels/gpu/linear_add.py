@@ -4,8 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.kernels.gpu.gemm import column_sums, finish, start
+from slipstream.kernels.gpu.gemm import finish, start
 from slipstream.kernels.gpu.product_launch import launch_product
+from slipstream.kernels.gpu.squares import column_sums
 from slipstream.kernels.gpu.tiles import RESIDENT_K, tile_for
 from slipstream.kernels.stream import Stream
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.attention_split import FAN, Cut, Split, reserve, tile_of, usual_cut
+from slipstream.kernels.gpu.attention_split import FAN, Cut, Split, padded_dim, reserve, tile_of, usual_cut
 from slipstream.kernels.gpu.gemm import pinned
 
 LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
@@ -296,7 +296,7 @@ def prepare(
         context: tokens that a request's blocks hold.
         dtype: of the cache.
     """
-    tile, padded = tile_of(head_dim, dtype), max(64, triton.next_power_of_2(head_dim))
+    tile, padded = tile_of(head_dim, dtype), padded_dim(head_dim)
     device = torch.empty(0, device=device).device  # with its index
     for batch in batches:
         split = Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut(batch))
@@ -332,7 +332,7 @@ def paged_attention(
     cut = cut or usual_cut(batch)
     q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
-    padded = max(64, triton.next_power_of_2(head_dim))
+    padded = padded_dim(head_dim)
     tile, group, width = tile_of(head_dim, q.dtype), heads // kv_heads, block_table.shape[1]
     split = Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, cut)
     workspace = reserve(q.device, batch, kv_heads, split, padded)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu.attention_split import padded_dim
 from slipstream.kernels.gpu.paged_attention import LOG2_E, check
 
 
@@ -27,14 +28,6 @@ class Tile:
 # By (padded) head_dim; shared memory fits the smallest architecture (99 KB a block on sm_120).
 _TILES = {64: Tile(64, 64, 5), 128: Tile(64, 64, 5), 256: Tile(64, 32, 3)}
 _TILE_FP32 = Tile(16, 16, 1)  # for tests of tiny models
-
-
-def tile_of(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Tile of a head size. A ValueError names a size that is too large."""
-    padded = max(64, triton.next_power_of_2(head_dim))
-    if padded not in _TILES:
-        raise ValueError(f"head_dim {head_dim} is larger than any the attention kernels know ({max(_TILES)})")
-    return _TILES[padded] if dtype.itemsize == 2 else _TILE_FP32
 
 
 @triton.jit(do_not_specialize=["table_stride", "positions_stride", "num_rows", "table_width", "window"])
@@ -133,7 +126,8 @@ def prefill_attention(
     check(q, cache, block_table, scale, window)
     q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
-    tile, group = tile_of(head_dim, q.dtype), heads // kv_heads
+    padded, group = padded_dim(head_dim), heads // kv_heads
+    tile = _TILES[padded] if q.dtype.itemsize == 2 else _TILE_FP32
     out = torch.empty((batch, num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
     launch.launch(
         _prefill,
@@ -154,7 +148,7 @@ def prefill_attention(
         KV_HEADS=kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
-        D=max(64, triton.next_power_of_2(head_dim)),
+        D=padded,
         BLOCK_SIZE=block_size,
         WINDOWED=window is not None,
         M=tile.rows,

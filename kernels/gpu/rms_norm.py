@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.gemm import normalise, row_squares, rstd_of
+from slipstream.kernels.gpu.squares import normalise, row_squares, rstd_of
 from slipstream.kernels.stream import Norm, Stream
 
 _ROWS = 8

@@ -147,6 +147,19 @@ class _Late:
         return None if self.looks > 0 else f"record {index} of {batch}"
 
 
+def test_a_record_that_comes_just_before_the_device_is_looked_at_is_taken(monkeypatch, flight):
+    """The device is done then, as one that lost a record is."""
+    late = _Late(10**9)
+
+    def done() -> bool:
+        late.looks = 0
+        return True
+
+    monkeypatch.setattr(in_flight, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(query=done))
+    assert in_flight.wait_for(late, flight, torch.device("cuda")) == "record 0 of 1"
+
+
 @pytest.mark.parametrize("spin_seconds", [1.0, 0.0])
 def test_a_late_record_is_waited_for(monkeypatch, flight, spin_seconds):
     """It comes while the host spins, and while it naps."""

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -61,31 +61,3 @@ def cross_compile() -> Callable[..., list[dict[str, Any]]]:
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def exact_interpreter() -> Iterator[None]:
-    """Two things that the interpreter does not do as a GPU does.
-
-    `range` over values that a kernel computed: NumPy 2.4 makes an int of 0-d arrays only. `tl.dot`: BLAS gives a row
-    other bits at another place in a tile; a matrix unit does not.
-    """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        yield
-        return
-    import numpy as np
-    from triton.runtime import interpreter
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        # Loops of its own: one row is like another.
-        product = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype)
-        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-    original, dot_of_blas = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = patched, dot
-    yield
-    interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot = original, dot_of_blas

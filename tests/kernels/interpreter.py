@@ -1,5 +1,9 @@
-"""Two repairs of Triton's interpreter (3.6), which stands in for the GPU in tests: bf16 is rounded to nearest even
-as the GPU does (it cuts), and a loop may end at a kernel argument whatever the numpy version."""
+"""Three repairs of Triton's interpreter (3.6), which stands in for the GPU in tests.
+
+bf16 is rounded to nearest even, as the GPU does (it cuts). A loop may end at a value that the kernel was given or
+computed, whatever the NumPy version (2.4 makes an int of 0-d arrays only). `tl.dot` gives a row the same bits at any
+place in a tile, as a matrix unit does (BLAS does not).
+"""
 
 from typing import Any
 
@@ -24,5 +28,11 @@ def repair() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        # Loops of its own: one row is like another.
+        product = np.einsum("...mk,...kn->...mn", a.data, b.data, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     interpreter._convert_float = convert_float
     interpreter._patch_lang_tensor = patch_lang_tensor
+    interpreter.InterpreterBuilder.create_dot = dot
