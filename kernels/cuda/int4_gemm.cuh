@@ -28,7 +28,7 @@ constexpr int QUAD = 1024;  // a block's quad in units of 2 bytes
 
 constexpr int BATCH = 4;  // rows of x whose loads are in flight together
 
-// 1 / sqrt(mean square + eps) of rows m, m + 1, .. of `rows`, BATCH at most, by a whole warp. The order of each sum depends
+// 1 / sqrt(mean square + eps) of rows m, m + 1, .., of the first BATCH of `rows` rows, by a whole warp. The order of each sum depends
 // on the number of parts, or on K, alone.
 __device__ inline void warp_rstd(const Params& p, int m, int rows, int lane, float (&rstd)[BATCH]) {
 #pragma unroll
@@ -45,8 +45,11 @@ __device__ inline void warp_rstd(const Params& p, int m, int rows, int lane, flo
             }
         }
     } else if (p.sumsq_in != nullptr) {
-        for (int a = 0; a < rows; ++a) {
-            for (int i = lane; i < p.num_sumsq; i += 32) rstd[a] += p.sumsq_in[int64_t(m + a) * p.num_sumsq + i];
+#pragma unroll
+        for (int a = 0; a < BATCH; ++a) {
+            if (a < rows) {
+                for (int i = lane; i < p.num_sumsq; i += 32) rstd[a] += p.sumsq_in[int64_t(m + a) * p.num_sumsq + i];
+            }
         }
     } else {
 #pragma unroll 2

@@ -105,12 +105,13 @@ def turns(variant: Variant, blocks: int, quads: int, per_part: int, sms: int, sh
     """Blocks of the weight that a CTA takes one after the other: so many that all CTAs are on the card at once.
 
     Args:
-        shared_bytes: of a CTA that takes one.
+        shared_bytes: of a CTA that takes several, with two places for its sums; 1 where it may not ask for so much.
     """
     whole = per_part % variant.depth == 0 and quads % per_part % variant.depth == 0
-    if not variant.staged or not whole:
+    limit = shared_limit(capability())
+    if not variant.staged or not whole or shared_bytes > limit:
         return 1
-    together = max(1, min(variant.ctas, shared_limit(capability()) // (shared_bytes + 1024))) * sms
+    together = max(1, min(variant.ctas, limit // (shared_bytes + 1024))) * sms
     return -(-blocks // together)
 
 

@@ -75,7 +75,7 @@ class Case:
         self.exact = dequantise(pack(integers), scale).double().to(device)  # [N, K]
         self.norm = Norm(1 + random(k, scale=0.1), 1e-5)
         self.x, self.residual = random(rows, k, scale=2.0), random(rows, n)
-        self.sums = True
+        self.sums: int | None = 16  # columns that a sum of squares is of; None: there are none
         angles = 6 * torch.rand(rows, HEADS.dim // 2, generator=made).repeat(1, 2)  # -> [rows, dim]
         self.cos, self.sin = angles.cos().bfloat16().to(device), angles.sin().bfloat16().to(device)
         self.cells = torch.randperm(9 * 32, generator=made)[:rows].to(device)
@@ -93,7 +93,7 @@ class Case:
 
     def _run(self, ops: Any, rows: slice, **more: Any) -> dict[str, torch.Tensor]:
         x = self.x[rows]
-        stream = Stream(x, x.float().square().unflatten(-1, (-1, 16)).sum(-1) if self.sums else None)
+        stream = Stream(x, x.float().square().unflatten(-1, (-1, self.sums)).sum(-1) if self.sums else None)
         if self.op == "store":
             return {"y": ops["norm_linear"](Stream(x), None, self.weight, **more)}
         if self.op == "add":
@@ -126,6 +126,19 @@ def within_the_bound(case: Case, y: torch.Tensor) -> None:
     want = x @ case.exact.T
     bound = 2**-8 * want.abs() + 2**-16 * (x.abs() @ case.exact.abs().T) + 2**-134
     assert ((y.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["NARROW", "WIDE_16", "DIRECT", "DIRECT_16"])
+@pytest.mark.parametrize("columns", [384, 128])
+def test_sums_of_squares_in_any_number_of_parts_are_read_of_every_row(
+    emulators: Callable[..., Any], name: str, columns: int
+) -> None:
+    """One a row, as the embedding leaves them, or three."""
+    emulators(128)
+    variant = getattr(int4_launch, name)
+    case = Case("gate_up", 8 * variant.row_tiles, 48, 384, 128)
+    case.sums = columns
+    same_but_for_rounding(case.run(override=Override(variant=variant)), case.twin())
 
 
 @pytest.mark.parametrize("variant", int4_launch.VARIANTS)
@@ -171,7 +184,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(emulators: Callable[..., Any]
 def test_a_norm_reads_the_rows_where_no_sums_were_left(emulators: Callable[..., Any]) -> None:
     emulator = emulators(32)
     case = Case("gate_up", 5, 32, 256, 32)
-    case.sums = False
+    case.sums = None
     same_but_for_rounding(case.run(), case.twin())
     assert emulator.faults == 0
 
@@ -256,18 +269,24 @@ def test_lists_of_kernels_agree() -> None:
         assert f"FOR_ALL({int(epilogue)}, {int(int4_launch.has_norm(epilogue))}, SLIPSTREAM_GROUP)" in source
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (32, 28672)])
-def test_warps_cover_k(shape: tuple[int, int]) -> None:
-    quads = shape[1] // 128
+@pytest.mark.parametrize(
+    "shape",
+    [(128, 128), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (32, 28672), (5120, 13824)],
+)
+def test_warps_cover_k(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    quads, blocks = shape[1] // 128, -(-shape[0] // 32)
     parts, per_part = int4_launch.split_k(*shape)
     assert (parts - 1) * per_part < quads <= parts * per_part
     for arch in (80, 90, 120):
         limit = int4_launch.shared_limit(arch)
-        for rows in (1, 4, 8, 9, 16, 17, 128):
+        monkeypatch.setattr(int4_launch, "capability", lambda arch=arch: arch)
+        for rows in (1, 4, 6, 7, 8, 9, 16, 17, 128):
             for epilogue in Epilogue:
                 variant = int4_launch.choose(epilogue, rows, shape[1], parts, limit)
                 assert parts <= variant.max_warps
-                assert variant.staged_bytes(rows, shape[1]) + variant.sums_bytes(parts) <= limit
+                staged, sums = variant.staged_bytes(rows, shape[1]), variant.sums_bytes(parts)
+                in_turn = int4_launch.turns(variant, blocks, quads, per_part, 108, staged + 2 * sums)
+                assert staged + sums * min(2, in_turn) <= limit
                 assert not variant.staged or rows <= 8 * variant.row_tiles
 
 
