@@ -107,6 +107,16 @@ def test_imports_go_down_only() -> None:
     assert arrows_up(ROOT) == []
 
 
+def test_triton_kernels_know_nothing_of_the_cuda_ones() -> None:
+    """Kernels of CUDA C++ use what a launch needs of gpu/; only one module speaks to the driver."""
+    files = {path: path.read_text(encoding="utf-8") for path in (ROOT / "kernels").rglob("*.py")}
+    gpu = [path for path in files if path.parent.name == "gpu"]
+    assert len(gpu) > 20
+    imports = [name for path in gpu for name, _ in imports_of(path, f"slipstream.kernels.gpu.{path.stem}")]
+    assert [name for name in imports if name.startswith("slipstream.kernels.cuda")] == []
+    assert [path.name for path, text in files.items() if "CDLL(" in text] == ["driver.py"]
+
+
 def test_every_room_was_walked() -> None:
     for room in ROOMS:
         assert list((ROOT / room).rglob("*.py")), room

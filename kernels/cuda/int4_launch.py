@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.cuda import build, driver
+from slipstream.kernels import driver
+from slipstream.kernels.cuda import build
 from slipstream.kernels.cuda.launch import Epilogue, Override, Params
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 from slipstream.kernels.int4 import BLOCK, GROUPS, Int4Weight

@@ -7,7 +7,8 @@ from enum import IntEnum
 
 import torch
 
-from slipstream.kernels.cuda import build, driver
+from slipstream.kernels import driver
+from slipstream.kernels.cuda import build
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slipstream.kernels.cuda.driver import prefer_shared
+from slipstream.kernels.driver import prefer_shared
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 

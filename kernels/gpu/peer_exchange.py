@@ -5,12 +5,12 @@ It lives until its process ends.
 """
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from slipstream.kernels.driver import call
 from slipstream.kernels.gpu.all_gather import all_gather
 from slipstream.kernels.gpu.all_reduce import all_reduce, all_reduce_add
 from slipstream.kernels.gpu.exchange import CHUNK
@@ -105,8 +105,8 @@ def allocate(size: int) -> int:
     """Address of a rank's memory on the current card, all zero. Raises RuntimeError with the driver's words."""
     torch.cuda.current_stream().synchronize()  # the card is in use: its context is there
     address = ctypes.c_uint64()
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes(size)))
-    _call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes(size)))
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes(size)))
+    call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes(size)))
     torch.cuda.synchronize()
     return int(address.value)
 
@@ -114,7 +114,7 @@ def allocate(size: int) -> int:
 def share(address: int) -> bytes:
     """What another process of this machine opens the memory with."""
     handle = _IpcHandle()
-    _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+    call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
     return bytes(handle.data)
 
 
@@ -122,22 +122,9 @@ def open_shared(handle: bytes) -> int:
     """Address, in this process, of another one's memory. Raises RuntimeError where its card cannot be reached."""
     address = ctypes.c_uint64()
     flags = ctypes.c_uint(_LAZY_PEER_ACCESS)
-    _call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), flags)
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), flags)
     return int(address.value)
 
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * 64),)
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(name: str, *arguments: Any) -> None:
-    code = getattr(_driver(), name)(*arguments)
-    if code:
-        words = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(words))
-        raise RuntimeError(f"{name} gave error {code}: {(words.value or b'unknown').decode()}")

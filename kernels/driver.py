@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that load a cubin and launch a kernel, by ctypes on libcuda alone."""
+"""The CUDA driver by ctypes: any call of it, and the few that load a cubin and launch a kernel."""
 
 import ctypes
 import functools
@@ -38,8 +38,8 @@ def _library() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _call(name: str, *args: Any) -> None:
-    """Raises: RuntimeError: naming the call and the driver's words."""
+def call(name: str, *args: Any) -> None:
+    """One call of the driver. Raises RuntimeError that names it, with the driver's words."""
     code = getattr(_library(), name)(*args)
     if code:
         text = ctypes.c_char_p()
@@ -50,13 +50,13 @@ def _call(name: str, *args: Any) -> None:
 def _ensure_context(device: int) -> None:
     """A thread that has called nothing of CUDA yet has no context: take the one torch uses."""
     context = ctypes.c_void_p()
-    _call("cuInit", ctypes.c_uint(0))
-    _call("cuCtxGetCurrent", ctypes.byref(context))
+    call("cuInit", ctypes.c_uint(0))
+    call("cuCtxGetCurrent", ctypes.byref(context))
     if context.value is None:
         handle = ctypes.c_int()
-        _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-        _call("cuCtxSetCurrent", context)
+        call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        call("cuCtxSetCurrent", context)
 
 
 def prefer_shared(function: ctypes.c_void_p) -> None:
@@ -65,7 +65,7 @@ def prefer_shared(function: ctypes.c_void_p) -> None:
     Kernels of one chain overlap on an SM only where they want the same division of it: to change it, the SM must run
     empty first, and the next kernel's weights cannot be fetched meanwhile.
     """
-    _call("cuFuncSetAttribute", function, ctypes.c_int(_SHARED_CARVEOUT), ctypes.c_int(100))
+    call("cuFuncSetAttribute", function, ctypes.c_int(_SHARED_CARVEOUT), ctypes.c_int(100))
 
 
 class Function:
@@ -74,11 +74,11 @@ class Function:
     def __init__(self, module: ctypes.c_void_p, name: str, shared_bytes: int) -> None:
         """Args: shared_bytes: the most dynamic shared memory that a launch will ask for."""
         self._handle = ctypes.c_void_p()
-        _call("cuModuleGetFunction", ctypes.byref(self._handle), module, name.encode())
+        call("cuModuleGetFunction", ctypes.byref(self._handle), module, name.encode())
         # Loaded now: under lazy loading the first launch would, and that must not happen while a graph is captured.
-        _call("cuFuncLoad", self._handle)
+        call("cuFuncLoad", self._handle)
         if shared_bytes > 48 * 1024:
-            _call(
+            call(
                 "cuFuncSetAttribute", self._handle, ctypes.c_int(_MAX_DYNAMIC_SHARED_BYTES), ctypes.c_int(shared_bytes)
             )
         prefer_shared(self._handle)
@@ -97,7 +97,7 @@ class Function:
             grid, 1, 1, threads, 1, 1, shared_bytes, stream or None, ctypes.pointer(attribute), 1 if pdl else 0
         )
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
-        _call("cuLaunchKernelEx", ctypes.byref(config), self._handle, arguments, None)
+        call("cuLaunchKernelEx", ctypes.byref(config), self._handle, arguments, None)
 
 
 class Module:
@@ -108,5 +108,5 @@ class Module:
         _ensure_context(device)
         handle = ctypes.c_void_p()
         image = cubin.read_bytes()
-        _call("cuModuleLoadData", ctypes.byref(handle), ctypes.c_char_p(image))
+        call("cuModuleLoadData", ctypes.byref(handle), ctypes.c_char_p(image))
         self.functions = {name: Function(handle, name, shared) for name, shared in functions}
