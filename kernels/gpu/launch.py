@@ -27,7 +27,9 @@ def pdl_enabled() -> bool:
     """Whether a kernel may start while the one before it still runs, up to its `gdc_wait`.
 
     Every kernel of a chain must wait, even one that reads nothing of its predecessor's: the kernel behind it relies on
-    everything before it being done. SLIPSTREAM_PDL=0 turns it off; results must be the same bits.
+    everything before it being done. One program that waits is enough, if it does in every launch: a kernel is done when
+    all its programs have ended, so not before the kernel in front is. The others, if they have nothing to do, may end
+    without a wait; they must not have written anything. SLIPSTREAM_PDL=0 turns it off; results must be the same bits.
     """
     return not INTERPRET and capability() >= 90 and os.environ.get("SLIPSTREAM_PDL", "1") != "0"
 
@@ -42,7 +44,8 @@ _before = _Before()  # what this thread launched last
 def settled() -> bool:
     """Whether a kernel launched now finds, before its `gdc_wait`, all done but the kernel that was launched last.
 
-    It does where that one lets its successor start only after its own wait (`settles`). A kernel of torch's between
+    It does where that one lets its successor start only after its own wait (`settles`): a successor starts when every
+    program has let it or has ended, and one at least did only after the wait. A kernel of torch's between
     the two changes nothing: it starts when all before it is done, and the next one when it ends.
     """
     return _before.settles

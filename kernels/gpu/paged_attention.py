@@ -41,18 +41,27 @@ def _cells(cache_ptr, block, token, cell_stride, BLOCK_BITS: tl.constexpr):
 
 
 @triton.jit
-def _early_cells(
-    cache_ptr, table_ptr, table_width, program, start, keys, cell_stride, EARLY: tl.constexpr, T: tl.constexpr,
-    BLOCK_BITS: tl.constexpr,
+def _guessed_blocks(
+    table_ptr, table_width, program, keys, EARLY: tl.constexpr, T: tl.constexpr, BLOCK_BITS: tl.constexpr
 ):  # fmt: skip
-    """Cells of the tiles from `start` on, [T] each. Nearly always `start` is `program`: so that blocks need not come
-    after the positions, from which `start` follows, those of that guess are asked for at once."""
-    blocks, cells = (), ()
+    """Blocks of the tiles from `program` on, [T] each. Nearly always a program's first tile is the one of its number:
+    so that blocks need not come after the positions, from which the first tile follows, they are asked for at once."""
+    blocks = ()
     for i in tl.static_range(EARLY):
         token = (program + i) * T + keys
         inside = token < table_width << BLOCK_BITS
         block = tl.load(table_ptr + (token >> BLOCK_BITS), mask=inside, other=0, cache_modifier=".cg")
         blocks = blocks + (block,)  # type: ignore[assignment] # noqa: RUF005
+    return blocks
+
+
+@triton.jit
+def _early_cells(
+    cache_ptr, table_ptr, table_width, blocks, program, start, keys, cell_stride, EARLY: tl.constexpr, T: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+):  # fmt: skip
+    """Cells of the tiles from `start` on, [T] each. `blocks`: those of the guess that `start` is `program`."""
+    cells = ()
     for i in tl.static_range(EARLY):
         token = (start + i) * T + keys
         missed = (token < table_width << BLOCK_BITS) & (start != program)
@@ -169,6 +178,7 @@ def _decode(
     of_all = tl.load(at_all, mask=all_rows < num_rows, other=-1, cache_modifier=".cg").to(tl.int32)
     at = positions_ptr + request.to(tl.int64) * positions_stride + row
     position = tl.load(at, mask=real, other=-1, cache_modifier=".cg").to(tl.int32)
+    blocks = _guessed_blocks(table_ptr, table_width, program, keys, EARLY, T, BLOCK_BITS)
     fresh = tl.min(tl.where(of_all >= 0, of_all, 0x7FFFFFFF), 0)  # where the rows' own cells begin
     high = tl.max(position, 0)
     low = 0
@@ -182,11 +192,16 @@ def _decode(
     room_of_units = tl.where(wide, group_slots, tile_slots)
     first_slot = tl.where(wide, tile_slots, 0)
 
-    # The program's first tiles, into registers: all their bytes are on the way before the kernel waits.
+    # Nothing to do: end now, before the wait, and leave the SM to the next kernel (launch.py: why a program may, as
+    # long as others wait: program 0 never ends here).
     unit = (first >> unit_bits) + program
+    if unit > last >> unit_bits:
+        return
+
+    # The program's first tiles, into registers: all their bytes are on the way before the kernel waits.
     start, stop = tl.maximum(unit << unit_bits, first), tl.minimum((unit + 1) << unit_bits, last + 1)
     cells = _early_cells(
-        cache_ptr, table_ptr, table_width, program, start, keys, cell_stride, EARLY, T, BLOCK_BITS
+        cache_ptr, table_ptr, table_width, blocks, program, start, keys, cell_stride, EARLY, T, BLOCK_BITS
     )  # fmt: skip
     mine = tl.minimum(high, stop * T - 1)  # the last token of this unit
     nothing = (0.0,) * EARLY

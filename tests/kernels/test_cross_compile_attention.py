@@ -55,5 +55,9 @@ def test_keys_are_read_before_the_wait_where_the_kernel_before_allows_it(
 
     assert [settles(ptx) for ptx in (qkv, behind, further, chained)] == [True, False, False, True]
     assert [read_before_wait(ptx) > 0 for ptx in (behind, further, chained)] == [True, False, False]
+    # A program without a tile ends there, too, before it has asked for a key.
+    before = behind[: behind.index("griddepcontrol.wait")]
+    assert before.count("ret;") == 1
+    assert not re.search(r"ld\.global\S*\.v4", before[: before.index("ret;")])
     for ptx in (behind, further, chained):
         assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1
