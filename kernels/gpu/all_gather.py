@@ -88,7 +88,7 @@ def all_gather(x: torch.Tensor, widths: Sequence[int], peers: "PeerExchange") ->
         launch.launch(
             _all_gather_kernel,
             (min(num_items, _MOST_PROGRAMS),),
-            num_warps=4,
+            num_warps=8,
             x_ptr=rows[part].view(kind),
             starts_ptr=starts,
             out_ptr=out[part].view(kind),

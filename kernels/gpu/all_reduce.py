@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Programs that wait for a peer's must all be on the card at once: each card that is served has room for these.
 _MOST_PROGRAMS = 256
-_WARPS = 4
+_WARPS = 8  # a thread waits for one word
 
 
 @triton.jit

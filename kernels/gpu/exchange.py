@@ -42,6 +42,42 @@ def push(address, word, epoch, inside, CARD: tl.constexpr):
         tl.store(at.to(tl.pointer_type(tl.int64)), value, mask=inside)
 
 
+# One thread waits for one word, by itself: nothing is told between threads until all have theirs. $0: the word with its
+# epoch, $1: 1 where it did not come in time; $2: address, $3: epoch, $4: whether to wait at all, $5: state. Only each
+# 8th look that finds nothing reads the clock and the state: neither is on the way of a word that comes.
+_WAIT = tl.constexpr("""{
+    .reg .pred p;
+    .reg .b32 low, high, looks;
+    .reg .b64 began, now, gone, limit;
+    mov.b64 $0, 0;
+    mov.b32 $1, 0;
+    mov.b32 looks, 0;
+    setp.eq.s32 p, $4, 0;
+    @p bra DONE;
+    mov.u64 began, %globaltimer;
+LOOK:
+    ld.relaxed.sys.global.b64 $0, [$2];
+    mov.b64 {low, high}, $0;
+    setp.eq.s32 p, high, $3;
+    @p bra DONE;
+    add.u32 looks, looks, 1;
+    and.b32 low, looks, 7;
+    setp.ne.u32 p, low, 0;
+    @p bra LOOK;
+    ld.relaxed.gpu.global.b64 gone, [$5+8];
+    setp.ne.s64 p, gone, 0;
+    @p bra LATE;
+    ld.relaxed.gpu.global.b64 limit, [$5];
+    mov.u64 now, %globaltimer;
+    sub.s64 now, now, began;
+    setp.le.s64 p, now, limit;
+    @p bra LOOK;
+LATE:
+    mov.b32 $1, 1;
+DONE:
+}""")
+
+
 @triton.jit
 def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CARD: tl.constexpr):
     """Words [CHUNK] int32 of this epoch at `address`, waited for at most state[0] nanoseconds.
@@ -49,22 +85,21 @@ def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CAR
     Who does not come in time is written to `lost_ptr` (host memory) as rank + 1, and to state[1]: from then on nobody
     waits, and what is returned is whatever lies there.
     """
-    at = (address + tl.arange(0, CHUNK).to(tl.int64) * 8).to(tl.pointer_type(tl.int64))
-    value = tl.zeros((CHUNK,), tl.int64)
-    status = tl.full((), 1, tl.int32)  # 1: words are missing, 2: and the time is over
+    at = address + tl.arange(0, CHUNK).to(tl.int64) * 8
     if CARD:
-        limit = tl.where(tl.load(state_ptr + 1, volatile=True) == 0, tl.load(state_ptr), 0)
-        began = tl.extra.cuda.globaltimer()
-        while status == 1:
-            value = tl.load(at, mask=inside, other=0, volatile=True)
-            # Each thread reads its own clock: the reduction makes them all decide alike.
-            late = tl.extra.cuda.globaltimer() - began > limit
-            missing = inside & ((value >> 32).to(tl.int32) != epoch)
-            status = tl.max(tl.where(missing, 1 + late.to(tl.int32), 0))
+        value, late = tl.inline_asm_elementwise(
+            _WAIT,
+            "=&l,=&r,l,r,r,l",
+            [at, epoch, inside.to(tl.int32), state_ptr.to(tl.int64)],
+            dtype=(tl.int64, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+        is_late = late != 0
     else:  # the interpreter runs one program after the other: it would wait for ever
-        value = tl.load(at, mask=inside, other=0)
-        status = tl.max(tl.where(inside & ((value >> 32).to(tl.int32) != epoch), 2, 0))
-    if status == 2:
-        tl.store(state_ptr + 1, peer + 1)
-        tl.store(lost_ptr, peer + 1)
+        value = tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
+        is_late = inside & ((value >> 32).to(tl.int32) != epoch)
+    nowhere = tl.zeros((CHUNK,), tl.int32)  # every thread that is late says so, at the same place
+    tl.store(state_ptr + 1 + nowhere, peer + 1, mask=is_late)
+    tl.store(lost_ptr + nowhere, peer + 1, mask=is_late)
     return value.to(tl.int32)

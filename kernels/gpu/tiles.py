@@ -15,7 +15,6 @@ from slipstream.kernels.gpu import launch
 # A program keeps its whole weight tile (it is loaded before the kernel waits for its predecessor) up to this K.
 RESIDENT_K = 2048
 ROW_BLOCKS = (8, 16, 32, 64, 128)
-MMA_K = 16  # columns that the matrix unit takes at a time
 # Shared memory of one block, bytes, by architecture; what Triton itself needs beside the tiles is left free.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 _SPARE_BYTES = 8 * 1024
@@ -71,8 +70,7 @@ class Tile:
         fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 1024 // block_n)))
         if self.block_k or 2 * block_n * num_in * width <= SHARED_BYTES[architecture()] // 2:
             return replace(fewer, block_k=min(self.block_k, 64) if width == 2 else self.block_k)
-        # Too large to be resident. The matrix unit takes 16 columns at a time, and each of the warps needs its own.
-        return replace(fewer, block_k=max(64, MMA_K * self.split), stages=5)
+        return replace(fewer, block_k=64, stages=5)  # too large to be resident
 
 
 _RESIDENT = Tile(block_n=16)

@@ -20,6 +20,7 @@ from slipstream.engine.inject import inject
 from slipstream.engine.injection import parse_injections
 from slipstream.engine.loader import load_target
 from slipstream.engine.proposer import OracleProposer
+from slipstream.engine.rank_group import be_patient
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.trace_file import pack_trace
@@ -203,13 +204,20 @@ def serve_in_flight(parallel: TensorParallel, case: Case, odd_rank: int) -> tupl
     return tokens, engine.stats.steps, told[1], ""
 
 
-def on_one_card(parallel: TensorParallel, times: int) -> list[bool]:
-    """Both ranks on card 0, by peer memory or an error: whether sums are right."""
+def share_card(parallel: TensorParallel) -> TensorParallel:
+    """The ranks with peer memory on card 0, which they take in turn: slow, and all the rest is as on several cards."""
     torch.zeros(1, device="cuda")
     exchange = card_group._peer_exchange(parallel)
     if isinstance(exchange, str):
         raise RuntimeError(exchange)
-    exchange.be_patient(30.0)
+    exchange.be_patient(60.0)
+    return replace(parallel, card=exchange)
+
+
+def on_one_card(parallel: TensorParallel, times: int) -> list[bool]:
+    """Both ranks on card 0: whether sums are right."""
+    exchange = share_card(parallel).card
+    assert exchange is not None
     right = []
     for turn in range(times):
         parts = [torch.full((3, 4096), 1.0 + turn + rank, dtype=torch.bfloat16, device="cuda") for rank in range(2)]
@@ -222,10 +230,12 @@ _joined: dict[int, TensorParallel] = {}
 
 
 def serve_on_cards(parallel: TensorParallel, case: Case, faults: Sequence[str] = ()) -> tuple[Served, str]:
-    """`serve` with a card for each rank: what it saw, and the digest of it."""
+    """`serve` with a card for each rank, or one for all where there is no other: what it saw, and the digest of it."""
     if parallel.size > 1:
         if parallel.size not in _joined:
-            _joined[parallel.size] = join_cards(parallel)
+            be_patient(parallel, 120.0)
+            join = join_cards if torch.cuda.device_count() >= parallel.size else share_card
+            _joined[parallel.size] = join(parallel)
         parallel = _joined[parallel.size]
         assert parallel.card is not None
         parallel.card.be_patient(60.0)  # engines are made, and kernels compiled, at each rank's own pace

@@ -1,4 +1,7 @@
-"""Two ranks on two cards against one: tokens, slots, draft logits and A_k in fp32; a fault that tokens do not show."""
+"""Two ranks against one: tokens, slots, draft logits and A_k in fp32; faults that tokens do not show.
+
+On two cards, or on one that both take in turn: peer memory of another process and captured exchanges either way.
+"""
 
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +15,7 @@ from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.sampling_params import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 JOBS = Path(__file__).with_name("parallel_jobs.py")
 SLOTS = (0, 1, 2)
 BOUND = 2e-5  # largest error of a state or logit in fp32, as a share of the largest value there
@@ -39,21 +39,26 @@ def case(request, jobs, tiny, tmp_path_factory):
     return jobs.Case(str(root / "target"), str(root / "draft"), 3, prompts, params, capture=(3,), device="cuda")
 
 
-def test_two_cards_agree_bit_for_bit_and_with_one_in_fp32(ranks, case):
-    ((one, _),) = ranks.run(1, JOBS, "serve_on_cards", case)
+@pytest.fixture(scope="module")
+def right(ranks, case):
+    """What rank 0 of two saw, and its digest, the same as rank 1's."""
     (first, bits), (_, others) = ranks.run(2, JOBS, "serve_on_cards", case)
     assert bits == others
-    assert first.tokens == one.tokens
-    assert first.acceptance == one.acceptance
-    assert first.tensors.keys() == one.tensors.keys()
+    return first
+
+
+def test_two_ranks_agree_bit_for_bit_and_with_one_in_fp32(ranks, case, right):
+    ((one, _),) = ranks.run(1, JOBS, "serve_on_cards", case)
+    assert right.tokens == one.tokens
+    assert right.acceptance == one.acceptance
+    assert right.tensors.keys() == one.tensors.keys()
     for name, tensor in one.tensors.items():
-        assert (first.tensors[name] - tensor).abs().max() <= BOUND * tensor.abs().max(), name
+        assert (right.tensors[name] - tensor).abs().max() <= BOUND * tensor.abs().max(), name
 
 
-@pytest.mark.parametrize("fault", ["F5:slot=2", "F5:slot=2,kind=no-residual"])
-def test_a_slot_taken_before_the_sum_is_seen_in_the_slot_alone(ranks, case, fault):
-    """The fused kernel comes apart for the fault, with the same bits elsewhere."""
-    (right, _), _ = ranks.run(2, JOBS, "serve_on_cards", case)
+@pytest.mark.parametrize("fault", ["F5:slot=2", "F5:slot=2,kind=no-residual", "F6:slot=2", "F6:slot=2,kind=frozen"])
+def test_a_slot_that_is_not_the_streams_is_seen_in_the_slot_alone(ranks, case, right, fault):
+    """Taken before the sum (the fused kernel comes apart for it, with the same bits elsewhere), or in another round."""
     (wrong, _), _ = ranks.run(2, JOBS, "serve_on_cards", case, [fault])
     assert wrong.tokens == right.tokens
     differ = [name for name, tensor in right.tensors.items() if not torch.equal(tensor, wrong.tensors[name])]

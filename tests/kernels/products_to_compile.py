@@ -44,7 +44,6 @@ def products(row_counts: tuple[int, ...] = (1, 16, 128)) -> None:
         qkv(m, 4096, Heads(32, 8, 128), 128, True)
     norm_gate_up(rows_of(1, 2048), norm_of(2048), empty(8192, 2048))
     qkv(1, 2560, Heads(8, 4, 256), 0, True)
-    qkv(1, 1024, Heads(16, 8, 128), 0, True)  # Qwen3-0.6B: too large to be resident, eight warps share K
     norm_linear(Stream(empty(5, 64, dtype=torch.float32)), None, empty(64, 64, dtype=torch.float32))
     embed(empty(1, dtype=torch.int64), empty(128256, 4096))
     rotary_rows(empty(2, 8192, 96), empty(4, dtype=torch.int64))

@@ -156,10 +156,9 @@ def test_compiles_and_words_are_not_torn(capability, cross_compile):
         ptx, world = one["ptx"], one["constants"]["WORLD"]
         # A word and its epoch are one store and one load, and the wait is a loop with a clock.
         assert ptx.count("st.relaxed.sys.global.b64") >= world - 1
-        assert (world > 1) == ("ld.volatile.global" in ptx)
-        assert not any(
-            line for line in ptx.splitlines() if "ld.volatile.global" in line and "b64" not in line and ".b32" in line
-        )
+        assert (world > 1) == ("ld.relaxed.sys.global.b64" in ptx)
+        assert "ld.relaxed.sys.global.v2" not in ptx
+        assert "ld.relaxed.sys.global.b32" not in ptx
         assert world == 1 or ptx.count("globaltimer") >= 2 * (world - 1)
         waits = "griddepcontrol.wait" in ptx
         assert waits == (capability >= 90)
