@@ -2,8 +2,13 @@
 //
 // A CTA walks over tiles. One thread of its last warp copies their weights through a ring in shared memory, ahead of the
 // other warps and across the borders of tiles; these each sum one part of K. A CTA needs at most half of an SM, so that
-// the CTAs of the next kernel are there while this one runs: their rings fill before griddepcontrol.wait returns, and
-// the memory does not rest between two kernels.
+// the CTAs of the next kernel find room while this one runs: their rings fill before griddepcontrol.wait returns.
+//
+// The memory is to have work all the time, also from this kernel's last copy to the next one's first behind its wait:
+// about 3 us, in which it could bring 100 KB for each SM. So the copying thread lets the next kernel start when it has
+// `left` slots still to ask for (a kernel that starts earlier fills its ring at the cost of this one's, and has nothing
+// to ask for when it counts), and while it waits for the kernel before it asks for `ahead` more slots than the ring holds,
+// into the L2 (`keep`: and stays so far ahead to its end).
 //
 // A slot of the ring holds STEP chunks of each part, of TM tiles: a run of the packed weight as it lies in memory.
 #pragma once
@@ -27,6 +32,28 @@ struct Cursor {
     }
 };
 
+// The weights of this CTA in order, a slot at a time.
+template <int TM, int STEP>
+struct Walk {
+    const bf16* unit;  // its tiles
+    int64_t next_unit;
+    int first = 0, chunks, per_slot;
+    __device__ inline Walk(const Params& p, int warps)
+        : unit(p.weight + int64_t(blockIdx.x) * TM * (p.K / 32) * CHUNK),
+          next_unit(int64_t(gridDim.x) * TM * (p.K / 32) * CHUNK),
+          chunks(p.K / 32),
+          per_slot(STEP * warps) {}
+    __device__ inline int bytes() const { return min(per_slot, chunks - first) * CHUNK_BYTES; }  // of each tile
+    __device__ inline const bf16* of_tile(int i) const { return unit + (int64_t(i) * chunks + first) * CHUNK; }
+    __device__ inline void advance() {
+        first += per_slot;
+        if (first >= chunks) {
+            first = 0;
+            unit += next_unit;
+        }
+    }
+};
+
 // RESIDENT: X_DEPTH chunks are all of a part, so that x is read (and normed) once, not once a tile. m_groups is 1.
 template <int EPILOGUE, bool NORM, int NT, int TM, int STEP, int X_DEPTH, bool RESIDENT, int MAX_WARPS>
 __device__ inline void bulk_gemm(const Params& p, float* shared) {
@@ -35,7 +62,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     constexpr int SUMS = 8 * NT * (16 * TM + 4);
 
     // Behind a QKV product attention reads old keys before its wait, so all before this kernel must be done by then.
-    if (EPILOGUE != QKV) pdl_launch_dependents();
+    if (EPILOGUE != QKV && p.left < 0) pdl_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1;
     const uint32_t full = shared_address(shared), empty = full + 8 * MAX_SLOTS, ring = full + BARRIER_BYTES;
     const int piece = STEP * warps * CHUNK_BYTES, slot_bytes = TM * piece;  // a tile's part of a slot
@@ -53,21 +80,41 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
         __syncthreads();
         if (lane == 0) {
             const uint64_t policy = weight_policy(p.evict_first != 0);
+            const int of_unit = (chunks + STEP * warps - 1) / (STEP * warps);
+            const int slots = (units - blockIdx.x + gridDim.x - 1) / gridDim.x * of_unit, filled = min(p.slots, slots);
+            const int start_next = p.left < 0 ? -1 : max(filled, slots - p.left);
             Cursor at;
-            for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
-                const bf16* tile = p.weight + int64_t(unit) * TM * chunks * CHUNK;
-                for (int first = 0; first < chunks; first += STEP * warps) {
-                    const int bytes = min(STEP * warps, chunks - first) * CHUNK_BYTES;
-                    barrier_wait(empty + 8 * at.slot, at.phase ^ 1);  // in the first turn every slot is empty
-                    barrier_expect(full + 8 * at.slot, TM * bytes);
+            Walk<TM, STEP> load(p, warps);
+            const auto load_slot = [&] {
+                barrier_wait(empty + 8 * at.slot, at.phase ^ 1);  // in the first turn every slot is empty
+                barrier_expect(full + 8 * at.slot, TM * load.bytes());
 #pragma unroll
-                    for (int i = 0; i < TM; ++i) {
-                        bulk_load(ring + at.slot * slot_bytes + i * piece, tile + (int64_t(i) * chunks + first) * CHUNK,
-                                  bytes, full + 8 * at.slot, policy);
-                    }
-                    at.advance(p.slots);
+                for (int i = 0; i < TM; ++i) {
+                    bulk_load(ring + at.slot * slot_bytes + i * piece, load.of_tile(i), load.bytes(), full + 8 * at.slot,
+                              policy);
                 }
+                at.advance(p.slots);
+                load.advance();
+            };
+            for (int i = 0; i < filled; ++i) load_slot();
+
+            Walk<TM, STEP> look = load;
+            int looked = filled;
+            const auto look_to = [&](int stop) {
+                for (; looked < min(stop, slots); ++looked) {
+#pragma unroll
+                    for (int i = 0; i < TM; ++i) bulk_prefetch(look.of_tile(i), look.bytes(), policy);
+                    look.advance();
+                }
+            };
+            look_to(filled + p.ahead);
+            pdl_wait();  // whoever relies on it starts behind it: `left` counts from here on only
+            for (int i = filled; i < slots; ++i) {
+                if (i == start_next) pdl_launch_dependents();
+                load_slot();
+                if (p.keep) look_to(i + 1 + p.ahead);
             }
+            if (slots == start_next) pdl_launch_dependents();
         }
         pdl_wait();
         return;
@@ -90,7 +137,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     }
 
     pdl_wait();  // nothing above reads what another kernel writes
-    if (EPILOGUE == QKV) pdl_launch_dependents();
+    if (EPILOGUE == QKV && p.left < 0) pdl_launch_dependents();
 
     const bf16* const x_begin = p.x + int64_t(g) * p.x_stride + k0;
     const int64_t x_step = 8 * p.x_stride;

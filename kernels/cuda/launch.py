@@ -32,7 +32,10 @@ class Params(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("M", "N", "K", "tiles", "chunks_per_part", "slots", "num_sumsq", "m_groups")
         ),
-        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("q_heads", "kv_heads", "head_dim", "evict_first", "left", "ahead", "keep")
+        ),
         *((name, ctypes.c_float) for name in ("eps", "inverse_width")),
     )
 
@@ -71,16 +74,19 @@ class Variant:
         """Of shared memory for the parts' sums in fp32."""
         return 4 * parts * 8 * self.row_tiles * (16 * self.weight_tiles + 4) * (2 if self.resident else 1)
 
+    def slot_bytes(self, parts: int) -> int:
+        """Of a slot of the ring."""
+        return 1024 * self.weight_tiles * self.depth * parts
+
     def slots(self, parts: int, shared: int) -> int:
         """Of the ring, where a CTA may take `shared` bytes."""
-        slot = 1024 * self.weight_tiles * self.depth * parts
-        return min(MAX_SLOTS, (shared - BARRIER_BYTES - self.sum_bytes(parts)) // slot)
+        return min(MAX_SLOTS, (shared - BARRIER_BYTES - self.sum_bytes(parts)) // self.slot_bytes(parts))
 
     def shared_bytes(self, parts: int, shared: int) -> int:
         """Of one CTA."""
         if not self.bulk:
             return self.sum_bytes(parts)
-        ring = self.slots(parts, shared) * 1024 * self.weight_tiles * self.depth * parts
+        ring = self.slots(parts, shared) * self.slot_bytes(parts)
         return BARRIER_BYTES + ring + self.sum_bytes(parts)
 
 
@@ -192,6 +198,26 @@ class Override:
     evict_first: bool = True
 
 
+@dataclass(frozen=True)
+class Flow:
+    """How kernels of bulk copies hand the memory over from one to the next (bulk_gemm.cuh). Changes no bits.
+
+    Args:
+        left: KB that a CTA has still to ask for when the next kernel may start; None: it may at once.
+        ahead: KB behind those in its ring that a CTA asks into the L2 before it waits.
+        keep: it stays so far ahead to its end.
+    """
+
+    left: int | None = None
+    ahead: int = 0
+    keep: bool = False
+
+
+def flow(epilogue: Epilogue, width: int) -> Flow:
+    """That of a product over a K of `width`."""
+    return Flow()
+
+
 def _stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
@@ -222,6 +248,9 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override
         params.slots = variant.slots(parts, card.bulk_bytes)
         if params.m_groups > 1 or params.slots < 1 or (variant.resident and per_part > variant.x_depth):
             raise ValueError(f"{params.M} rows, {parts} parts of {per_part}: {variant.name(epilogue, norm)} cannot")
+        slot, flows = variant.slot_bytes(parts), flow(epilogue, params.K)
+        params.left = -1 if flows.left is None else (flows.left << 10) // slot
+        params.ahead, params.keep = (flows.ahead << 10) // slot, int(flows.keep and flows.ahead > 0)
         ctas, warps = -(-units // -(-units // card.sms)), parts + 1  # each CTA walks over as many units as the others
     if parts > variant.max_warps:
         raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")
@@ -233,4 +262,4 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override
         params,
         pdl=pdl_enabled() if override.pdl is None else override.pdl,
     )
-    launched(settles=epilogue is Epilogue.QKV)  # as skinny_gemm.cuh does
+    launched(settles=epilogue is Epilogue.QKV or (variant.bulk and params.left >= 0))  # as they do

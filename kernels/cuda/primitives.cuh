@@ -147,6 +147,11 @@ __device__ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint3
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+// `bytes` (a multiple of 16) into the L2.
+__device__ inline void bulk_prefetch(const bf16* from, int bytes, uint64_t policy) {
+    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
+                 : "memory");
+}
 __device__ inline uint4 load_shared(uint32_t from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

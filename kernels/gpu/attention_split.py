@@ -17,12 +17,14 @@ class Tile:
     Args:
         keys: tokens of a tile; rows: query rows of a program, at most; warps: of a program. All three touch bits.
         early: tiles that fit into a program's registers before it waits for the kernel before. Touches none.
+        registers: of a thread, at most; None: as many as the compiler likes. Touches none.
     """
 
     keys: int
     rows: int
     warps: int = 8
     early: int = 2
+    registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Cut:
         whole: and while a request has at most so many tiles: one program then does them all, and nobody waits.
         early: tiles that a program has in its registers before it waits for the kernel before.
         stages: of the pipeline that loads the others, 3 or 5: one or two of them lie in shared memory.
-        settles: the kernel lets the next one start only when those before it are done (launch.py); else at once.
+        settles: the kernel lets the next one start only when those before it are done (launch.py); else at once,
+        keys_first: or when its own keys are on the way, so that the next one's weights do not come before them.
     """
 
     programs: int = 132
@@ -44,6 +47,7 @@ class Cut:
     early: int = 2
     stages: int = 5
     settles: bool = False
+    keys_first: bool = False
 
 
 _CUT = Cut()

@@ -57,20 +57,29 @@ def launched(settles: bool) -> None:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...], *, num_warps: int, num_stages: int = 1, settles: bool = False, **arguments: Any
+    kernel: Any,
+    grid: tuple[int, ...],
+    *,
+    num_warps: int,
+    num_stages: int = 1,
+    maxnreg: int | None = None,
+    settles: bool = False,
+    **arguments: Any,
 ) -> None:
     """Run a kernel of the decode path: the one place that passes PDL on (tests put a compiler in its place).
 
     Args:
         kernel: a `@triton.jit` function with a constexpr `PDL`.
         grid: programs.
-        num_warps, num_stages: Triton's launch options.
+        num_warps, num_stages, maxnreg: Triton's launch options.
         settles: the kernel calls `gdc_launch_dependents` after its `gdc_wait`, not before.
         arguments: all others of the kernel, by name.
     """
     # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs
     # on what stands around them, so that the same line gave other bits in a loop than outside of it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+    if maxnreg is not None:
+        options["maxnreg"] = maxnreg
     _run(kernel, grid, {**arguments, "PDL": pdl_enabled()}, options)
     launched(settles)
 

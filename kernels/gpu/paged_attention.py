@@ -142,13 +142,14 @@ def _decode(
     ROWS: tl.constexpr,
     SETTLED: tl.constexpr,
     SETTLES: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     T: tl.constexpr = 1 << T_BITS
     FAN: tl.constexpr = 1 << FAN_BITS
     if PDL:
-        if not SETTLES:
+        if not (SETTLES or KEYS_FIRST):
             tl.extra.cuda.gdc_launch_dependents()
         if not SETTLED:
             tl.extra.cuda.gdc_wait()
@@ -210,6 +211,8 @@ def _decode(
     ks = _early_load(cells, 0, from_start, low, old, held, dims, nothing, EARLY, T)
     vs = _early_load(cells, KV_HEADS * HEAD_DIM, from_start, low, old, held, dims, nothing, EARLY, T)
     if PDL:
+        if KEYS_FIRST and not SETTLES:
+            tl.extra.cuda.gdc_launch_dependents()
         if SETTLED:
             tl.extra.cuda.gdc_wait()
         if SETTLES:
@@ -356,6 +359,7 @@ def paged_attention(
         _decode,
         (split.programs, kv_heads * split.row_blocks, batch),
         num_warps=tile.warps,
+        maxnreg=tile.registers,
         settles=cut.settles,
         q_ptr=q,
         q_stride=q.stride(1),
@@ -390,6 +394,7 @@ def paged_attention(
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         SETTLED=launch.settled(),
         SETTLES=cut.settles,
+        KEYS_FIRST=cut.keys_first,
         UPCAST=launch.INTERPRET,
     )
     return out

@@ -45,7 +45,7 @@ def test_keys_are_read_before_the_wait_where_the_kernel_before_allows_it(
 ) -> None:
     """It does if it lets its successor start only after its own wait: then all before it is done, and nothing but its
     own q, k and v must be waited for."""
-    qkv, behind, further, chained = (one["ptx"] for one in cross_compile(FILE, "behind_qkv", 90))
+    qkv, behind, further, chained, keys_first = (one["ptx"] for one in cross_compile(FILE, "behind_qkv", 90))
 
     def read_before_wait(ptx: str) -> int:
         return len(re.findall(r"ld\.global\S*\.v4", ptx[: ptx.index("griddepcontrol.wait")]))
@@ -59,5 +59,9 @@ def test_keys_are_read_before_the_wait_where_the_kernel_before_allows_it(
     before = behind[: behind.index("griddepcontrol.wait")]
     assert before.count("ret;") == 1
     assert not re.search(r"ld\.global\S*\.v4", before[: before.index("ret;")])
-    for ptx in (behind, further, chained):
+    assert read_before_wait(keys_first) == read_before_wait(behind)
+    start_next = keys_first.index("griddepcontrol.launch_dependents")
+    assert start_next < keys_first.index("griddepcontrol.wait")
+    assert not re.search(r"ld\.global\S*\.v4", keys_first[start_next : keys_first.index("griddepcontrol.wait")])
+    for ptx in (behind, further, chained, keys_first):
         assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 1

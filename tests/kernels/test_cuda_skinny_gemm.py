@@ -15,8 +15,9 @@ import torch
 from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import build, launch, skinny_gemm
 from slipstream.kernels.cuda import pack as packing
-from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.cuda.launch import Epilogue, Flow, Override, Variant
 from slipstream.kernels.cuda.pack import RowOrder
+from slipstream.kernels.gpu import launch as gpu_launch
 from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
@@ -151,6 +152,54 @@ def test_every_kernel_reads_each_weight_once_and_gives_the_product(
     assert emulator.reads.shape[1:] == (EVERY_K // 32, 64)
     same_but_for_rounding(found, case.run(TWIN))
     sums_are_of_what_was_written(found)
+
+
+FLOWS = [
+    Flow(),
+    Flow(left=0),
+    Flow(left=16),
+    Flow(left=1 << 10, ahead=32),
+    Flow(ahead=16),
+    Flow(left=32, ahead=16, keep=True),
+]
+
+
+@pytest.mark.parametrize("flow", FLOWS)
+@pytest.mark.parametrize(
+    ("op", "norm", "variant"),
+    [
+        ("add", False, launch.BULK),
+        ("add", False, launch.BULK_LONG_K),
+        ("qkv", True, launch.BULK_ONE),
+    ],
+)
+def test_bulk_copies_hand_the_memory_over(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, variant: Variant, flow: Flow
+) -> None:
+    """When the next kernel may start, and what goes to the L2 before: each once and ahead of its copy."""
+    case = Case(op, 5, EVERY_N, EVERY_K, norm=norm, sums=True)
+    override = Override(variant=variant, parts=8)
+    expected = case.run(KERNEL, override=override)
+    monkeypatch.setattr(launch, "flow", lambda epilogue, width: flow)
+    found = case.run(KERNEL, override=override)
+    assert emulator.faults == 0
+    assert (emulator.reads == 1).all()
+    assert all(value.equal(expected[name]) for name, value in found.items())
+    assert gpu_launch.settled() == (op == "qkv" or flow.left is not None)
+
+    slot_kb, tiles = 8 * variant.weight_tiles, variant.weight_tiles
+    ring, ahead = variant.slots(8, 84 << 10), flow.ahead // slot_kb
+    kb = [8 * tiles, 8 * tiles, 8 * tiles, 8 * tiles, 5 * tiles]  # 37 chunks, 8 of each tile in a slot
+    units = emulator.reads.shape[0] // tiles
+    for cta, (copies, at_start, unwaited, prefetched) in enumerate(emulator.flows.tolist()):
+        all_kb = kb * len(range(cta, units, emulator.grid))
+        filled = min(ring, len(all_kb))
+        assert copies == len(all_kb) * tiles
+        assert unwaited == (op != "qkv" and flow.left is None)
+        if flow.left is not None:
+            assert at_start == max(filled, len(all_kb) - flow.left // slot_kb) * tiles
+        looked = all_kb[filled:] if flow.keep else all_kb[filled : filled + ahead]
+        assert prefetched * 16 == sum(looked) << 10
 
 
 @pytest.mark.parametrize(("op", "norm"), CASES)

@@ -25,17 +25,18 @@ void body() {
 }  // namespace
 
 // weight: the matrix, of `weight_bytes`; reads: [weight_bytes / 16] out, how often each 16 bytes were read; ranges:
-// (begin, end) of what load_activation may read, x first. Returns reads outside of everything + reads of x before the
+// (begin, end) of what load_activation may read, x first; flows: [grid, 4] out, of each CTA its bulk copies, those of them
+// before it let the next kernel start (-1: never), whether it then had not waited, 16 bytes asked into the L2. Returns reads outside of everything + reads of x before the
 // wait + threads that never waited.
 extern "C" long run(void (*function)(Given), int grid, int threads, int shared_bytes, const Given* given,
-                    long weight_bytes, uint32_t* reads, const char** ranges,
-                    int num_ranges) {
+                    long weight_bytes, uint32_t* reads, const char** ranges, int num_ranges, long* flows) {
     using namespace emulator;
     if (shared_bytes > int(sizeof(shared))) return -1;
     kernel = function;
     params = *given;
     weight_begin = reinterpret_cast<const char*>(weight_of(params));
     weight_reads.assign(weight_bytes / 16, 0);
+    weight_prefetches.assign(weight_bytes / 16, 0);
     outside_reads = unwaited_reads = 0;
     num_activations = num_ranges;
     for (int i = 0; i < num_ranges; ++i) {
@@ -54,6 +55,7 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int shared_b
         cta_barrier = some_barrier = Barrier();
         copy_barriers.clear();
         copies.clear();
+        flow = Flow();
         warp_barriers.assign(3 * (threads / 32), Barrier());
         exchanged.assign(2 * threads, Exchanged());
         waited.assign(threads, 0);
@@ -77,6 +79,8 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int shared_b
             }
         }
         for (int i = 0; i < threads; ++i) never_waited += !waited[i];
+        const long told[] = {flow.copies, flow.copies_at_start, flow.started_unwaited, flow.prefetched};
+        std::copy(told, told + 4, flows + 4 * block);
         outside_reads += copies.size();  // ended before its weights came
         for (int i = shared_bytes / 4; i < int(sizeof(shared) / 4); ++i) outside_reads += !std::isnan(shared[i]);
     }

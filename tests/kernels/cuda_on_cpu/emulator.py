@@ -47,6 +47,7 @@ class Emulator:
     def __init__(self, libraries: dict[Epilogue, ctypes.CDLL]) -> None:
         self._libraries = libraries
         self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [tiles, K / 32, 64]
+        self.flows: np.ndarray[Any, Any] = np.zeros((0, 4), dtype=np.int64)  # [CTAs, 4], see emulator.cpp
         self.faults = -1
         self.names: list[str] = []
         self.groups = self.grid = 0
@@ -75,7 +76,7 @@ class Emulator:
     ) -> None:
         """pieces: of 16 bytes, the weight's."""
         library = self._libraries[epilogue]
-        reads = np.zeros(pieces, dtype=np.uint32)
+        reads, flows = np.zeros(pieces, dtype=np.uint32), np.zeros((grid, 4), dtype=np.int64)
         ranges = [common.x, common.x + 2 * ((common.M - 1) * common.x_stride + common.K)]
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
@@ -89,8 +90,9 @@ class Emulator:
             reads.ctypes.data_as(ctypes.c_void_p),
             (ctypes.c_void_p * len(ranges))(*ranges),
             len(ranges) // 2,
+            flows.ctypes.data_as(ctypes.c_void_p),
         )
-        self.reads = reads
+        self.reads, self.flows = reads, flows
         self.names.append(name)
         self.groups = common.m_groups
         self.grid = grid

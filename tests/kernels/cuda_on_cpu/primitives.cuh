@@ -31,6 +31,7 @@ struct Index {
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(128) float shared[1 << 16];
+using std::max;
 using std::min;
 
 namespace emulator {
@@ -81,6 +82,15 @@ struct Copy {
 static std::map<uint32_t, CopyBarrier> copy_barriers;
 static std::vector<Copy> copies;
 static long copies_issued;
+
+// What one CTA did for the next kernel and the L2.
+struct Flow {
+    long copies = 0, prefetched = 0;  // bulk copies; 16 bytes asked into the L2
+    long copies_at_start = -1;        // of the next kernel
+    bool started_unwaited = false;
+};
+static Flow flow;
+static std::vector<uint32_t> weight_prefetches;
 
 inline void land_copies() {
     ++turn;
@@ -173,10 +183,23 @@ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier
         ++emulator::outside_reads;
         return;
     }
+    ++emulator::flow.copies;
     for (int i = 0; i < bytes / 16; ++i) ++emulator::weight_reads[at / 16 + i];
     std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
     emulator::copies.push_back({to, barrier, reinterpret_cast<const char*>(from), bytes,
                                 emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+}
+inline void bulk_prefetch(const bf16* from, int bytes, uint64_t) {
+    const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
+    if (at % 16 || bytes % 16 || bytes <= 0 || at < 0 || size_t(at + bytes) > 16 * emulator::weight_reads.size()) {
+        ++emulator::outside_reads;
+        return;
+    }
+    // Once, and before it is read: all else is for nothing.
+    for (int i = 0; i < bytes / 16; ++i) {
+        if (emulator::weight_prefetches[at / 16 + i]++ || emulator::weight_reads[at / 16 + i]) ++emulator::outside_reads;
+    }
+    emulator::flow.prefetched += bytes / 16;
 }
 inline uint4 load_shared(uint32_t from) {
     return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
@@ -275,7 +298,11 @@ inline uint4* in_shared(const bf16* at) {
 inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
 inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 
-inline void pdl_launch_dependents() {}
+inline void pdl_launch_dependents() {
+    if (emulator::flow.copies_at_start >= 0) return;
+    emulator::flow.copies_at_start = emulator::flow.copies;
+    emulator::flow.started_unwaited = !emulator::waited[threadIdx.x];
+}
 inline void pdl_wait() { emulator::waited[threadIdx.x] = 1; }
 
 }  // namespace slipstream
