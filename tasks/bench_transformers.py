@@ -3,7 +3,7 @@
 The child imports torch and transformers only and has none of our settings of the arithmetic libraries: it is as fast as
 transformers is by itself. It answers one prompt a line, so that it can take turns with a server.
 
-    python -P -m slipstream.tasks.bench_transformers MODEL_DIR DTYPE THREADS
+    python -P -m slipstream.tasks.bench_transformers MODEL_DIR DTYPE THREADS DEVICE
 """
 
 import json
@@ -38,13 +38,14 @@ class TransformersProcess:
         model_dir: a Hugging Face directory.
         dtype: "bfloat16" or "float32".
         threads: of torch.
+        device: "cpu" or "cuda".
     """
 
-    def __init__(self, model_dir: Path, dtype: str, threads: int) -> None:
+    def __init__(self, model_dir: Path, dtype: str, threads: int, device: str = "cpu") -> None:
         environment = {name: value for name, value in os.environ.items() if name not in OURS}
         command = [sys.executable, "-P", "-m", "slipstream.tasks.bench_transformers"]
         self._child = subprocess.Popen(
-            [*command, str(model_dir), dtype, str(threads)],
+            [*command, str(model_dir), dtype, str(threads), device],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -88,7 +89,7 @@ class TransformersProcess:
 
 def main() -> None:
     """Entry of the child."""
-    model_dir, dtype, threads = sys.argv[1:]
+    model_dir, dtype, threads, device = sys.argv[1:]
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
@@ -108,10 +109,11 @@ def main() -> None:
 
     logging.disable_progress_bar()  # it would tear ours
     torch.set_num_threads(int(threads))
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype), local_files_only=True)
+    model = model.eval().to(device)
 
     def decode(ids: list[int], tokens: int) -> Decoded:
-        prompt = torch.tensor([ids])  # [1, T]
+        prompt = torch.tensor([ids], device=device)  # [1, T]
         clock = Clock()
         model.generate(
             prompt,

@@ -169,11 +169,12 @@ def compare_transformers(context: StageContext, url: str, prompts: list[Prompt])
     config = context.config
     model_dir = resolved_target(context.workdir)
     tokenizer = ChatTokenizer(model_dir)
-    threads = int(read_settings(url)["threads"])
+    settings = read_settings(url)
+    threads, device = int(settings["threads"]), str(settings["device"])
     tokens = min(TRANSFORMERS_TOKENS, config.benchmark.max_new_tokens)
     ours_ms: list[float] = []
     theirs_ms: list[float] = []
-    with TransformersProcess(model_dir, config.server.dtype, threads) as transformers:
+    with TransformersProcess(model_dir, config.server.dtype, threads, device) as transformers:
         for prompt in prompts[:TRANSFORMERS_PROMPTS]:
             ours = ask_all(url, [prompt], max_tokens=tokens)[0]
             theirs = transformers.decode(tokenizer.encode_chat(prompt.messages), tokens)

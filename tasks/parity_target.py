@@ -37,12 +37,14 @@ class TargetReference:
 
     Args:
         model_dir: Hugging Face directory of the target.
+        device: where transformers runs, and where its states and logits are handed out.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, device: str = "cpu") -> None:
         transformers_logging.disable_progress_bar()  # the stage shows its own progress
-        self._fp32 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-        self._bf16 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+        self._device = device
+        self._fp32 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval().to(device)
+        self._bf16 = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval().to(device)
         self._last: list[torch.Tensor] = []
         # transformers hands out slot N after the final norm; its input is what the canonical slot means.
         final_norm = self._fp32.get_decoder().norm
@@ -51,7 +53,7 @@ class TargetReference:
     @torch.no_grad()
     def run(self, token_ids: Sequence[int]) -> Reference:
         """token_ids: n ids -> states and logits at each of them."""
-        ids = torch.tensor([list(token_ids)])  # [1, n]
+        ids = torch.tensor([list(token_ids)], device=self._device)  # [1, n]
         self._last.clear()
         out = self._fp32(ids, output_hidden_states=True)
         states = [state[0] for state in out.hidden_states[:-1]] + [self._last[-1][0]]  # [1, n, h] -> [n, h]
@@ -163,7 +165,8 @@ class LogitFindings:
 
     def add(self, trace: RequestTrace, prompt_tokens: int, target: TargetModel, reference: Reference) -> None:
         """Counts one greedy trace of `prompt_tokens` prompt tokens."""
-        logits = target.logits(trace.teacher).float()  # [n, h] -> [n, V]
+        # [n, h] -> [n, V], where the target lies, then where the reference does
+        logits = target.logits(trace.teacher.to(target.embed_tokens.weight.device)).float().to(reference.logits.device)
         in_bf16 = trace.teacher.dtype == torch.bfloat16
         ours, theirs = logits.argmax(-1), reference.logits_bf16 if in_bf16 else reference.logits
         top = theirs.max(-1).values  # [n]
@@ -182,6 +185,7 @@ class LogitFindings:
         self.largest_gap_ulps = max(self.largest_gap_ulps, float(gap_ulps[differ].max()) if differ.any() else 0.0)
         self.error_sum += (logits - reference.logits).square().mean(-1).sqrt().sum().item()
         self.reference_error_sum += (reference.logits_bf16 - reference.logits).square().mean(-1).sqrt().sum().item()
+        ours = ours.cpu()
         self.served_differ += int((ours != trace.target_argmax).sum())
         answer = torch.tensor(trace.token_ids[prompt_tokens:])
         self.tokens_differ += int((answer != trace.target_argmax[prompt_tokens - 1 :]).sum())

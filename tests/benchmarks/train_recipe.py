@@ -3,14 +3,17 @@
     python -P tests/benchmarks/train_recipe.py --prompts train_prompts.jsonl --workdir /tmp/recipe --gguf SmolLM2.gguf
 
 Runs the stages resolve, regenerate, extract, train and convert of a deployment in one process, each within a budget of
-seconds, and prints what each took beside what was expected, then the held-out acceptance. A stage that runs out of its
-budget, or is killed, keeps its partial directory: the same command goes on from there. Needs no network; the target is
-imported from a GGUF file, or --target names its Hugging Face directory. Figures also go to WORKDIR/recipe.json, what
-the stages say to WORKDIR/events.jsonl; the draft to serve is WORKDIR/convert/draft.
+seconds, and prints what each took beside what was expected, then the held-out acceptance. Training gets what --seconds
+leaves, and fits its schedule into that; --limit takes so many prompts, evenly spread over the file. A stage that runs
+out of its budget, or is killed, keeps its partial directory: the same command goes on from there, with the seconds of
+training that were set the first time. Needs no network; the target is imported from a GGUF file, or --target names its
+Hugging Face directory. Figures also go to WORKDIR/recipe.json, what the stages say to WORKDIR/events.jsonl; the draft
+to serve is WORKDIR/convert/draft (draft_pieces.py makes small files of it).
 """
 
 import argparse
 import json
+import os
 import signal
 import sys
 import time
@@ -23,7 +26,9 @@ from typing import Any
 import torch
 
 from slipstream.configs.load import load
+from slipstream.configs.schema import Deployment
 from slipstream.engine.device import device_name, resolve_device
+from slipstream.kernels.matrix_products import VARIABLE
 from slipstream.tasks.gguf_import import import_gguf
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.reporting import JsonLinesReporter
@@ -33,6 +38,10 @@ CONFIG = Path(__file__).parents[2] / "configs" / "smollm2-h200.yaml"
 # Seconds that a stage may take; expected on one H200 with 7,900 prompts (how: tests/benchmarks/NOTES.md).
 BUDGETS = {"resolve": 120, "regenerate": 210, "extract": 120, "train": 330, "convert": 40}
 EXPECTED = {"resolve": 10, "regenerate": 75, "extract": 45, "train": 180, "convert": 5}
+# Of what is left before stage train: to check and load what it reads, to evaluate, and for stage convert.
+BESIDE_TRAINING_SECONDS = 70.0
+LEAST_TRAINING_SECONDS = 20.0
+TRAINING_SECONDS = "training_seconds.json"  # in the workdir: a run that goes on must keep what it was begun with
 
 
 class OutOfTime(BaseException):
@@ -59,7 +68,7 @@ def main() -> int:
     target = arguments.target or imported(arguments.gguf, arguments.workdir / "target")
     changes = [f"target.source={target}", "target.sha256=null", f"host.workdir={arguments.workdir}"]
     if arguments.prompts:
-        changes.append(f"data.prompts={arguments.prompts}")
+        changes.append(f"data.prompts={limited(arguments.prompts, arguments.limit, arguments.workdir)}")
     deployment = load(arguments.config, [*changes, *arguments.set]).deployment
     events = (arguments.workdir / "events.jsonl").open("a", encoding="utf-8")
     rows: list[Row] = []
@@ -67,9 +76,11 @@ def main() -> int:
     for name in BUDGETS:
         left = arguments.seconds - (time.monotonic() - began)
         started = time.monotonic()
+        if name == "train":
+            deployment = fitted(deployment, left, arguments.workdir)
         try:
-            with within(min(BUDGETS[name], left)):
-                result = run_stage(get_stage(name), deployment, arguments.workdir, JsonLinesReporter(events))
+            with within(min(BUDGETS[name], left)), products_of(name):
+                result = run_stage(get_stage(name), deployment, arguments.workdir, Listener(events))
         except OutOfTime:
             rows.append(Row(name, "out of time", time.monotonic() - started, EXPECTED[name], note="run again"))
             break
@@ -97,6 +108,7 @@ def parse() -> argparse.Namespace:
     source.add_argument("--gguf", type=Path, help="the target's GGUF file; imported into WORKDIR/target once")
     source.add_argument("--target", type=Path, help="the target's Hugging Face directory")
     parser.add_argument("--prompts", type=Path, help="JSON lines of prompts; default: the deployment's")
+    parser.add_argument("--limit", type=int, help="so many of the prompts, evenly spread")
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--seconds", type=float, default=540.0, help="for everything together")
@@ -114,11 +126,70 @@ def imported(gguf: Path, into: Path) -> Path:
     return into
 
 
+def limited(prompts: Path, limit: int | None, workdir: Path) -> Path:
+    """The file of prompts, or one in `workdir` with `limit` of its lines, evenly spread."""
+    if limit is None:
+        return prompts
+    lines = [line for line in prompts.read_text(encoding="utf-8").split("\n") if line.strip()]
+    chosen = [lines[i * len(lines) // limit] for i in range(limit)] if limit < len(lines) else lines
+    path = workdir / "prompts.jsonl"
+    path.write_text("".join(f"{line}\n" for line in chosen), encoding="utf-8")
+    return path
+
+
+def fitted(deployment: Deployment, left: float, workdir: Path) -> Deployment:
+    """The deployment with as many seconds of training as `left` has room for, or those of the first time."""
+    path, asked = workdir / TRAINING_SECONDS, deployment.training.max_seconds
+    if path.is_file():
+        seconds = json.loads(path.read_text())
+    else:
+        seconds = round(max(LEAST_TRAINING_SECONDS, left - BESIDE_TRAINING_SECONDS), 1)
+        seconds = seconds if asked is None else min(seconds, asked)
+        path.write_text(json.dumps(seconds))
+    training = deployment.training.model_copy(update={"max_seconds": seconds})
+    print(f"train: {seconds:.0f} s of training at most, {left:.0f} s are left", flush=True)
+    return deployment.model_copy(update={"training": training})
+
+
+@contextmanager
+def products_of(stage: str) -> Iterator[None]:
+    """Extraction runs thousands of rows at a time: Triton's products, for those of packed weights take 128 a launch."""
+    before = os.environ.get(VARIABLE)
+    if stage == "extract" and before is None:
+        os.environ[VARIABLE] = "triton"
+    try:
+        yield
+    finally:
+        if stage == "extract" and before is None:
+            del os.environ[VARIABLE]
+
+
+class Listener(JsonLinesReporter):
+    """Everything goes to a file; what a stage says, with the seconds since it began, also to the terminal."""
+
+    def stage_started(self, stage: str, *, resumed: bool) -> None:
+        self.began = time.monotonic()
+        super().stage_started(stage, resumed=resumed)
+
+    def say(self, stage: str, text: str, *, markup: bool) -> None:
+        super().say(stage, text, markup=markup)
+        if not markup:
+            print(f"  {stage} +{time.monotonic() - self.began:.1f} s: {text}", flush=True)
+
+    def warn(self, stage: str, text: str) -> None:
+        super().warn(stage, text)
+        print(f"  {stage} +{time.monotonic() - self.began:.1f} s: warning: {text}", flush=True)
+
+
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
     """Raises OutOfTime when the body takes longer."""
 
+    rang = False
+
     def ring(signum: int, frame: object) -> None:
+        nonlocal rang
+        rang = True
         raise OutOfTime
 
     if seconds <= 0:
@@ -127,6 +198,10 @@ def within(seconds: float) -> Iterator[None]:
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
+    except Exception as error:
+        if rang:  # a library in C has made an error of its own of it
+            raise OutOfTime from error
+        raise
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -1,12 +1,13 @@
 """Speculation never changes the output, on a real model: tokens, logits and cache for every K, draft and batch size.
 
     python tests/e2e/lossless.py --target DIR [--draft DIR] [--prompts 32] [--tokens 128] [--threads 2]
-        [--samplings greedy "T=0.8 p=0.9" T=1] [--batch 8] [--device auto]
+        [--files SET.jsonl ...] [--samplings greedy "T=0.8 p=0.9" T=1] [--batches 8 1] [--device auto]
 
-For each sampling the run without speculation in a batch is recorded; every other run must repeat it: K = 0 alone,
-and K = 1, 3, 5, 7 with the draft and with the oracle, alone and in a batch. Where the probe finds that this CPU
-keeps a row's bits, logits and cache of committed positions must be equal bit for bit; elsewhere a token may differ
-where the recorded run all but chose it, and what follows in that answer is not compared. Ends with 1 on any difference.
+For each sampling the run without speculation in the first batch size is recorded, once; every other run must repeat it:
+K = 0 in the other batch sizes (1 is alone), and K = 1, 3, 5, 7 with the draft and with the oracle, in each of them.
+Where the probe finds that this CPU keeps a row's bits, logits and cache of committed positions must be equal bit for
+bit; elsewhere a token may differ where the recorded run all but chose it, and what follows in that answer is not
+compared. On a card what is compared stays there. Ends with 1 on any difference.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -35,12 +37,12 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.sequence import RequestOutput
 from slipstream.engine.sequence import Sequence as Running
 from slipstream.engine.serving.engine_build import probe_model
-from slipstream.engine.trace import on_host
 from slipstream.kernels.sampling import SamplingBatch, filter_logits, gumbel_noise
+from slipstream.tasks.bench_client import Prompt
 from slipstream.tasks.bench_prompts import benchmark_prompts
 
 NUM_STEPS = (0, 1, 3, 5, 7)
-BATCH = 8
+BATCHES = (8, 1)
 SAMPLINGS = {
     "greedy": SamplingParams(),
     "T=0.8 p=0.9": SamplingParams(temperature=0.8, top_p=0.9),
@@ -72,13 +74,14 @@ class WatchedEngine(Engine):
         assert logits is not None
         answer = self.answers[int(output.request_id)]
         answer.tokens += output.new_token_ids
-        answer.logits += on_host(logits[: len(output.new_token_ids)])  # [rows, V] -> rows of [V]
+        # [rows, V] -> rows of [V]; a copy, for the next launch writes there.
+        answer.logits += logits[: len(output.new_token_ids)].clone()
         return output
 
     def _release(self, sequence: Running) -> None:
         length = sequence.length - 1  # the last token never goes through the target
         with self.steps.context():
-            cache = on_host(self.runner.cache.read(sequence.blocks, length))
+            cache = self.runner.cache.read(sequence.blocks, length)
         self.answers[int(sequence.request.request_id)].cache = cache
         super()._release(sequence)
 
@@ -161,6 +164,8 @@ class Subject:
         engine = WatchedEngine(self.target, config, proposer)
         answers = engine.watch(len(self.prompts))
         engine.generate(self.prompts, self.params(case.sampling))
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # answers were copied on the engine's own stream
         return answers, engine
 
 
@@ -203,11 +208,13 @@ def compare(
         same = next((i for i, (a, b) in enumerate(zip(old.tokens, new.tokens, strict=True)) if a != b), len(old.tokens))
         found.answers += 1
         found.tokens += same
-        for a, b in zip(old.logits[: same + 1], new.logits[: same + 1], strict=True):
-            found.rows += 1
-            if not bitwise_equal(a, b):
-                found.rows_differ += 1
-                found.largest_difference = max(found.largest_difference, float((a.float() - b.float()).abs().max()))
+        a, b = (torch.stack(answer.logits[: same + 1]) for answer in (old, new))  # [n, V]
+        other = ~bitwise_equal(a, b)  # [n]
+        found.rows += len(other)
+        found.rows_differ += int(other.sum())
+        if other.any():
+            largest = float((a[other].float() - b[other].float()).abs().max())
+            found.largest_difference = max(found.largest_difference, largest)
         assert old.cache is not None
         assert new.cache is not None
         positions = len(prompt) + min(same, len(old.tokens) - 1)  # behind the last of them there is no cell
@@ -215,20 +222,23 @@ def compare(
         found.cells += positions
         found.cells_differ += int((~equal.all(dim=0)).sum())
         if same < len(old.tokens):
-            gap = gap_ulps(old.logits[same], p, len(prompt) + same, old.tokens[same], new.tokens[same])
+            gap = gap_ulps(old.logits[same].cpu(), p, len(prompt) + same, old.tokens[same], new.tokens[same])
             found.answers_differ += 1
             found.beyond_gap += gap > GAP_ULPS
             found.largest_gap_ulps = max(found.largest_gap_ulps, gap)
 
 
 def prove(
-    subject: Subject, samplings: Sequence[str] = tuple(SAMPLINGS), steps: Sequence[int] = NUM_STEPS, batch: int = BATCH
+    subject: Subject,
+    samplings: Sequence[str] = tuple(SAMPLINGS),
+    steps: Sequence[int] = NUM_STEPS,
+    batches: Sequence[int] = BATCHES,
 ) -> Iterator[Findings]:
-    """Runs every case; the recorded one of each sampling (K = 0 in a batch) comes first, as it is held against none."""
+    """Runs every case; the recorded one of each sampling (K = 0, first batch size) comes first, held against none."""
     for sampling in samplings:
         params = subject.params(sampling)
         recorded: list[Answer] = []
-        for case in _cases(sampling, steps, batch, subject.draft is not None):
+        for case in _cases(sampling, steps, batches, subject.draft is not None):
             proposer: Proposer | None = None
             if case.drafts == "oracle":
                 texts = {str(i): p + a.tokens for i, (p, a) in enumerate(zip(subject.prompts, recorded, strict=True))}
@@ -247,13 +257,27 @@ def prove(
             yield found
 
 
-def _cases(sampling: str, steps: Sequence[int], batch: int, with_draft: bool) -> Iterator[Case]:
-    for size in (batch, 1):
+def _cases(sampling: str, steps: Sequence[int], batches: Sequence[int], with_draft: bool) -> Iterator[Case]:
+    for size in batches:
         yield Case(sampling, 0, "none", size)
     for k in steps:
         for drafts in ("draft", "oracle") if with_draft else ("oracle",):
-            for size in (batch, 1) if k else ():
+            for size in batches if k else ():
                 yield Case(sampling, k, drafts, size)
+
+
+def mixed_prompts(count: int, files: Sequence[Path] = ()) -> list[Prompt]:
+    """`count` chats of one turn, of the files in turn (each mixed by category); without files held-out ones of ours."""
+    if not files:
+        return benchmark_prompts(Deployment(benchmark={"num_prompts": count}))
+    shares = [len(range(i, count, len(files))) for i in range(len(files))]
+    sets = [
+        benchmark_prompts(Deployment(benchmark={"prompts": str(file), "num_prompts": share}))
+        for file, share in zip(files, shares, strict=True)
+        if share
+    ]
+    turns = zip_longest(*sets)
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def table_of(findings: Sequence[Findings], title: str) -> Table:
@@ -288,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--batch", type=int, default=BATCH, help="requests at a time, beside each alone")
+    parser.add_argument("--files", type=Path, nargs="+", default=[], help="prompt sets; default: held-out ones of ours")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="requests at a time")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     args = parser.parse_args(arguments)
@@ -299,17 +324,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.draft:
         draft = load_draft(args.draft, torch.bfloat16, target_embedding=target.embed_tokens.weight).eval()
     chat = ChatTokenizer(args.target)
-    chosen = benchmark_prompts(Deployment(benchmark={"num_prompts": args.prompts}))
+    chosen = mixed_prompts(args.prompts, args.files)
     prompts = [chat.encode_chat(list(p.messages), add_generation_prompt=True) for p in chosen]
     probe = probe_model(target, draft)
     say(f"row-invariant: {probe.invariant} ({probe.detail})")
     findings: list[Findings] = []
-    for found in prove(Subject(target, draft, prompts, args.tokens, device), args.samplings, batch=args.batch):
+    for found in prove(Subject(target, draft, prompts, args.tokens, device), args.samplings, batches=args.batches):
         findings.append(found)
         say(f"{found.case}: {found.answers_differ} of {found.answers} answers differ, {found.seconds:.0f} s")
     promise = "bit for bit" if probe.invariant else f"by gap, at most {GAP_ULPS} ulps"
     console = Console(width=160) if not sys.stdout.isatty() else Console()
-    console.print(table_of(findings, f"differences from K = 0 in a batch of {args.batch}, {promise}"))
+    console.print(table_of(findings, f"differences from K = 0 in a batch of {args.batches[0]}, {promise}"))
     failures = [sentence for f in findings for sentence in f.failures(probe.invariant)]
     for sentence in failures:
         say(f"FAILED {sentence}")

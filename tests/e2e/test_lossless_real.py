@@ -22,7 +22,7 @@ def subject(tiny, lossless, tmp_path_factory):
 
 def test_the_proof_on_a_tiny_model(lossless, subject):
     probe = lossless.probe_model(subject.target, subject.draft)
-    findings = list(lossless.prove(subject, ["greedy", "T=0.8 p=0.9"], steps=(0, 1, 3), batch=4))
+    findings = list(lossless.prove(subject, ["greedy", "T=0.8 p=0.9"], steps=(0, 1, 3), batches=(4, 1)))
     assert [s for f in findings for s in f.failures(probe.invariant)] == []
     recorded, *held = findings[: len(findings) // 2]
     assert (recorded.answers, recorded.case) == (0, lossless.Case("greedy", 0, "none", 4))
@@ -58,7 +58,7 @@ class _Shaken:
 @pytest.mark.parametrize(("ulps", "by_gap_holds"), [(1, True), (16, False)])
 def test_the_proof_sees_rows_that_depend_on_their_number(lossless, subject, ulps, by_gap_holds):
     shaken = replace(subject, target=_Shaken(subject.target, ulps), draft=None)
-    findings = list(lossless.prove(shaken, ["T=1"], steps=(0, 3), batch=4))
+    findings = list(lossless.prove(shaken, ["T=1"], steps=(0, 3), batches=(4, 1)))
     assert sum(f.rows_differ for f in findings) > 0
     assert any(f.failures(invariant=True) for f in findings)
     assert any(f.failures(invariant=False) for f in findings) is not by_gap_holds
@@ -66,7 +66,7 @@ def test_the_proof_sees_rows_that_depend_on_their_number(lossless, subject, ulps
 
 def test_the_proof_sees_drafts_accepted_unseen(lossless, subject, monkeypatch):
     monkeypatch.setattr("slipstream.kernels.round_ops.accept", lambda draft, sampled, num_valid: num_valid)
-    findings = list(lossless.prove(replace(subject, draft=None), ["greedy"], steps=(0, 3), batch=4))
+    findings = list(lossless.prove(replace(subject, draft=None), ["greedy"], steps=(0, 3), batches=(4, 1)))
     assert not findings[1].failures(invariant=True)  # K = 0 alone
     assert all(f.answers_differ and "answers" in f.failures(invariant=True)[0] for f in findings[2:])
 
@@ -83,7 +83,7 @@ def test_the_proof_sees_a_wrong_cell_that_changes_no_token(lossless, subject, mo
         release(engine, sequence)
 
     monkeypatch.setattr(lossless.WatchedEngine, "_release", spoil)
-    *plain, first, second = lossless.prove(replace(subject, draft=None), ["greedy"], steps=(0, 3), batch=4)
+    *plain, first, second = lossless.prove(replace(subject, draft=None), ["greedy"], steps=(0, 3), batches=(4, 1))
     assert not any(f.failures(invariant=True) for f in plain)
     for found in (first, second):
         assert (found.answers_differ, found.rows_differ, found.cells_differ) == (0, 0, 6)

@@ -1,6 +1,6 @@
 """The target against transformers in bf16 and fp32, teacher-forced on our own greedy tokens.
 
-    python tests/e2e/transformers_agreement.py --target DIR [--prompts 32] [--tokens 128] [--threads 2]
+    python tests/e2e/transformers_agreement.py --target DIR [--prompts 32] [--tokens 128] [--threads 2] [--device auto]
 
 Positions of prompt and answer count. Asked: the most likely token differs from that of transformers in bf16 at no more
 than 0.5 % of the positions, each time with a gap of at most two bf16 ulps of the top logit, and our error against fp32
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs.schema import Deployment
 from slipstream.engine.chat import ChatTokenizer
+from slipstream.engine.device import DEVICES, resolve_device
 from slipstream.engine.engine import Engine, EngineConfig
 from slipstream.engine.loader import load_target
 from slipstream.engine.models import TargetModel
@@ -57,7 +58,9 @@ class Measured:
 
 
 @torch.no_grad()
-def measure(model_dir: Path, target: TargetModel, prompts: Sequence[list[int]], tokens: int) -> Measured:
+def measure(
+    model_dir: Path, target: TargetModel, prompts: Sequence[list[int]], tokens: int, device: str = "cpu"
+) -> Measured:
     """Answers every prompt greedily without speculation, then compares each position with transformers.
 
     Args:
@@ -65,18 +68,21 @@ def measure(model_dir: Path, target: TargetModel, prompts: Sequence[list[int]], 
         target: the same, in bf16, by our loader.
         prompts: token ids.
         tokens: new tokens a prompt.
+        device: where the target lies; transformers runs there, too, its fp32 products in fp32.
     """
-    config = EngineConfig(max_context_tokens=max(map(len, prompts)) + tokens)
+    torch.set_float32_matmul_precision("highest")
+    config = EngineConfig(max_context_tokens=max(map(len, prompts)) + tokens, device=device)
     answers = Engine(target, config).generate(prompts, SamplingParams(max_tokens=tokens, ignore_eos=True), trace=True)
-    reference = TargetReference(model_dir)
-    eager = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    reference = TargetReference(model_dir, device)
+    eager = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16, attn_implementation="eager")
+    eager = eager.eval().to(device)
     measured = Measured()
     for answer in answers:
         assert answer.trace is not None
         ids = answer.trace.token_ids[:-1]  # the last token never goes through the target
         theirs = reference.run(ids)
         measured.findings.add(answer.trace, len(answer.prompt_ids), target, theirs)
-        again = eager(torch.tensor([ids])).logits[0].argmax(-1, keepdim=True)  # [1, n, V] -> [n, 1]
+        again = eager(torch.tensor([ids], device=device)).logits[0].argmax(-1, keepdim=True)  # [1, n, V] -> [n, 1]
         gaps = theirs.logits_bf16.max(-1, keepdim=True).values - theirs.logits_bf16.gather(1, again)  # [n, 1]
         measured.self_differ += int((gaps > 0).sum())
     return measured
@@ -111,13 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="of our target and of transformers")
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     chat = ChatTokenizer(args.target)
     chosen = benchmark_prompts(Deployment(benchmark={"num_prompts": args.prompts}))
     prompts = [chat.encode_chat(list(p.messages), add_generation_prompt=True) for p in chosen]
-    target = load_target(args.target, EngineConfig().dtype)
-    measured = measure(args.target, target, prompts, args.tokens)
+    device = resolve_device(args.device)
+    target = load_target(args.target, EngineConfig().dtype, device)
+    measured = measure(args.target, target, prompts, args.tokens, device)
     for line in measured.describe():
         say(line)
     found = failures(measured.findings)

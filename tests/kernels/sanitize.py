@@ -1,0 +1,170 @@
+"""compute-sanitizer over the kernel tests: every kernel at small shapes, in a few minutes of one card.
+
+    python -P tests/kernels/sanitize.py [--groups products attention ...] [--tools memcheck racecheck ...] [--out DIR]
+        [--seconds 150] [--jobs 8]
+
+One process for each (tool, group), several at a time; each runs pytest on the tests named below and ends with the
+sanitizer's own count of errors. memcheck runs without torch's caching allocator, so that every tensor is an allocation
+of its own with nothing behind it. A control with a planted store past the end comes first: where memcheck does not see
+it, nothing below means anything. Ends with 1 on any error, on a test that failed, and on a group that did not come to
+its end. Run the tests once without the sanitizer before: it makes compiling slow.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Group -> (tests, tools that are worth their time there). racecheck looks at shared memory, initcheck at global memory.
+KERNELS = "tests/kernels/"
+GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # CUDA C++: every compiled kernel once or twice, bf16 and INT4: about 90 and 80 launches of ours.
+    "products": ((f"{KERNELS}test_cuda_skinny_gemm.py::test_gpu_every_kernel",), TOOLS),
+    "int4": ((f"{KERNELS}test_cuda_int4_gemm.py::test_gpu_every_kernel",), TOOLS),
+    # Triton.
+    "triton": (
+        tuple(f"{KERNELS}test_{op}.py" for op in ("norm_linear", "linear_add", "norm_gate_up", "norm_qkv")),
+        ("memcheck", "racecheck", "initcheck"),
+    ),
+    "triton-int4": ((f"{KERNELS}test_int4_linear.py::test_every_op_takes_int4_weights_on_the_card",), ("memcheck",)),
+    "attention": (
+        (
+            f"{KERNELS}test_paged_attention_decode.py",
+            f"{KERNELS}test_paged_attention_prefill.py",
+        ),
+        ("memcheck", "initcheck"),
+    ),
+    "sampling": (
+        (
+            f"{KERNELS}test_sampling_kernels.py::test_every_kind_of_row_is_the_twins",
+            f"{KERNELS}test_sampling_kernels.py::test_greedy_takes_the_lowest_id_of_equals",
+            f"{KERNELS}test_sampling_kernels.py::test_proposed_tokens_are_the_twins",
+            f"{KERNELS}test_sampling_kernels.py::test_a_broken_row_still_gives_an_id",
+        ),
+        ("memcheck", "racecheck"),
+    ),
+    "round": (
+        (
+            f"{KERNELS}test_round_ops_kernels.py::test_a_round_is_the_twins",
+            f"{KERNELS}test_round_ops_kernels.py::test_the_first_token_is_the_twins",
+            f"{KERNELS}test_round_ops_kernels.py::test_copies_are_the_twins",
+            f"{KERNELS}test_embed.py",
+            f"{KERNELS}test_draft_input.py",
+            f"{KERNELS}test_rotary.py",
+        ),
+        ("memcheck", "initcheck"),
+    ),
+    "exchange": ((f"{KERNELS}test_peer_exchange_gpu.py::test_parts_are_gathered",), ("memcheck",)),
+}
+CONTROL = """
+import torch, triton, triton.language as tl
+@triton.jit
+def store(x, n, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), 1.0, mask=tl.arange(0, BLOCK) < n)
+x = torch.zeros(64, device="cuda")
+store[(1,)](x, 96, BLOCK=128)
+torch.cuda.synchronize()
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One process. errors: None where the sanitizer did not come to its summary. tests: pytest's last line."""
+
+    tool: str
+    group: str
+    errors: int | None
+    tests: str
+    code: int
+    seconds: float
+
+    @property
+    def is_clean(self) -> bool:
+        return self.errors == 0 and self.code == 0
+
+    def describe(self) -> str:
+        told = "no summary" if self.errors is None else f"{self.errors} errors"
+        verdict = "ok    " if self.is_clean else "FAILED"
+        return f"{verdict} {self.tool:9} {self.group:12} {told:12} {self.tests} ({self.seconds:.0f} s)"
+
+
+def sanitizer() -> str:
+    """Path of compute-sanitizer; ends the program where there is none."""
+    homes = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    found = shutil.which("compute-sanitizer") or next(
+        (str(path) for home in homes if (path := Path(home) / "bin" / "compute-sanitizer").is_file()), None
+    )
+    if found is None:
+        sys.exit("no compute-sanitizer on PATH, in CUDA_HOME or /usr/local/cuda: it comes with the CUDA toolkit")
+    return found
+
+
+def run(tool: str, group: str, command: Sequence[str], out: Path, deadline: float) -> Outcome:
+    """Runs a command under a tool; the sanitizer's words go to out/TOOL-GROUP.log, the command's own to .out."""
+    log, told, began = out / f"{tool}-{group}.log", out / f"{tool}-{group}.out", time.monotonic()
+    environment = dict(os.environ)
+    if tool == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    options = ["--launch-timeout", "300", "--print-limit", "20", "--error-exitcode", "9", "--log-file", str(log)]
+    with told.open("w") as file:
+        try:
+            code = subprocess.run(
+                [sanitizer(), "--tool", tool, *options, *command],
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                timeout=max(1.0, deadline - time.monotonic()),
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = 124
+    words = log.read_text(errors="replace") if log.is_file() else ""
+    summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", words)
+    lines = [line for line in told.read_text(errors="replace").splitlines() if line.strip()]
+    errors = int(summary[-1]) if summary else None
+    return Outcome(tool, group, errors, lines[-1][:70] if lines else "", code, time.monotonic() - began)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--groups", nargs="+", choices=list(GROUPS), default=list(GROUPS))
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=list(TOOLS))
+    parser.add_argument("--out", type=Path, help="for logs")
+    parser.add_argument("--seconds", type=float, default=150.0, help="for everything together")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
+    args = parser.parse_args(arguments)
+    out = args.out or Path(tempfile.mkdtemp(prefix="sanitize."))
+    out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.seconds
+    control = out / "control.py"
+    control.write_text(CONTROL)
+    seen = run("memcheck", "control", [sys.executable, "-P", str(control)], out, deadline)
+    sees = bool(seen.errors)
+    verdict = "ok    " if sees else "FAILED"
+    print(f"{verdict} memcheck of a store past the end: {seen.errors} errors ({seen.seconds:.0f} s)", flush=True)
+    pytest = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    # Tools in this order: what matters most starts first.
+    wanted = [(tool, group) for tool in args.tools for group in args.groups if tool in GROUPS[group][1]]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        waiting = [pool.submit(run, tool, group, [*pytest, *GROUPS[group][0]], out, deadline) for tool, group in wanted]
+        outcomes = []
+        for one in waiting:
+            outcomes.append(one.result())
+            print(outcomes[-1].describe(), flush=True)
+    clean = sum(outcome.is_clean for outcome in outcomes)
+    print(f"{clean} of {len(outcomes)} clean; logs in {out}")
+    return 0 if sees and clean == len(outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
