@@ -51,6 +51,7 @@ from slipstream.engine.training.data import Conversation, ConversationList
 from slipstream.engine.training.evaluate import Evaluator
 from slipstream.engine.training.init import TargetWeights
 from slipstream.engine.training.teacher import Teacher
+from slipstream.tasks import server as server_task
 from slipstream.tasks.bench_client import Answer, Prompt, ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.bench_transformers import TransformersProcess
@@ -189,6 +190,8 @@ def servers(
 ) -> Iterator[list[RunningServer]]:
     """One server for each K, started side by side, and all gone at the end."""
     workdir.mkdir(parents=True, exist_ok=True)
+    # Others of this measurement use the card beside a server: the memory in use before its launch proves nothing.
+    server_task.gpu_baseline = lambda: None
 
     def start(num_steps: int) -> RunningServer:
         plan = ServerPlan(subject.target_dir, subject.draft_dir if num_steps else None, num_steps)
@@ -208,7 +211,8 @@ def servers(
 @torch.no_grad()
 def replayed(subject: Subject, one: PromptSet, answers: Sequence[Sequence[int]]) -> list[AcceptanceCounts]:
     """Counts for K = 0..MAX_NUM_STEPS, teacher-forced on the answers without speculation, as stage train has them."""
-    slots = subject.draft.config.slots
+    draft = load_draft(subject.draft_dir, torch.bfloat16).eval().to(subject.device)  # plain weights, as in training
+    slots = draft.config.slots
     # At least two tokens, or there is no slot to draft from.
     kept = [(ids, list(tokens)) for ids, tokens in zip(one.ids, answers, strict=True) if len(tokens) > 1]
     capture = BatchCapture(subject.target, slots, 4096, max(len(ids) + len(tokens) for ids, tokens in kept))
@@ -218,13 +222,13 @@ def replayed(subject: Subject, one: PromptSet, answers: Sequence[Sequence[int]])
         for (ids, tokens), (states, teacher) in zip(members, capture([i + t for i, t in members]), strict=True):
             token_ids = torch.tensor(ids + tokens)
             mask = torch.arange(len(token_ids)) >= len(ids)
-            features = subject.draft.config.plan.select(states)
+            features = draft.config.plan.select(states)
             conversations.append(Conversation(token_ids, mask, features, teacher, 0))
     model = ModelConfig.from_dir(subject.target_dir)
     weights = TargetWeights.from_dir(subject.target_dir, model.num_layers).to(torch.device(subject.device))
-    drafts = torch.arange(subject.draft.config.draft_vocab_size, device=subject.device)
-    teacher_of = Teacher(weights.final_norm, weights.head, model.rms_norm_eps, subject.draft.to_target(drafts))
-    runs = Evaluator(ConversationList(conversations), teacher_of, MAX_NUM_STEPS).run(subject.draft).run_lengths
+    drafts = torch.arange(draft.config.draft_vocab_size, device=subject.device)
+    teacher_of = Teacher(weights.final_norm, weights.head, model.rms_norm_eps, draft.to_target(drafts))
+    runs = Evaluator(ConversationList(conversations), teacher_of, MAX_NUM_STEPS).run(draft).run_lengths
     by_limit = [len(tokens) >= subject.tokens for _, tokens in kept]
     each = [ConversationRuns(lengths, cut) for lengths, cut in zip(runs, by_limit, strict=True)]
     return [run_lengths_to_tau(each, num_steps, MAX_NUM_STEPS) for num_steps in range(MAX_NUM_STEPS + 1)]
