@@ -10,7 +10,7 @@ from slipstream.engine.acceptance import AcceptanceCounts, ConversationRuns, run
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.trace import RequestTrace
 from slipstream.engine.training.unroll import unrolled_states
-from slipstream.tasks.parity_draft import whole_conversation
+from slipstream.tasks.parity_rounding import whole_conversation
 
 MIN_ROUNDS = 30  # that reached a step, before its conditional acceptance is judged
 FALLEN = 0.6  # of that at the first step; a draft trained on its own states loses little from step to step

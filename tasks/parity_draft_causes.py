@@ -1,6 +1,7 @@
 """What a wrong draft really computes: the known mistakes, run offline on the same features, and which one it equals."""
 
 import copy
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 
@@ -9,7 +10,8 @@ import torch
 from slipstream.engine.capture import slot_name
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.trace import RequestTrace
-from slipstream.tasks.parity_draft import CHAIN_ROUNDS, StepError, comparable_rounds, own_chain, unrolled_logits
+from slipstream.tasks.parity_draft import CHAIN_ROUNDS, comparable_rounds, own_chain
+from slipstream.tasks.parity_rounding import relative_errors, unrolled_logits
 
 CONVERSATIONS = 3  # that are looked at
 Change = Callable[[Eagle3Network, torch.Tensor], tuple[Eagle3Network, torch.Tensor]]
@@ -25,16 +27,18 @@ def name_draft_cause(
         traces: (served request, features [n, F] as captured), of several conversations.
         step: the first one that is wrong.
         num_steps: K.
-        bound: largest error at which two logits count as the same.
+        bound: largest error, in the middle of all rounds, at which two logits count as the same.
     """
     best, best_error = "", bound
     for words, fix, change in _mistakes(network, step):
-        error = StepError()
-        for trace, features in traces[:CONVERSATIONS]:
-            for served, expected in _drafted(network, trace, features, change, step, num_steps):
-                error.add(served, expected)
-        if error.rounds and error.error < best_error:
-            best, best_error = f"{words} (error to that {error.error:.4f}); fix: {fix}", error.error
+        errors = [
+            relative_errors(served, expected).item()
+            for trace, features in traces[:CONVERSATIONS]
+            for served, expected in _drafted(network, trace, features, change, step, num_steps)
+        ]
+        error = statistics.median(errors) if errors else best_error
+        if error < best_error:
+            best, best_error = f"{words} (error to that {error:.4f}); fix: {fix}", error
     return best
 
 

@@ -22,7 +22,15 @@ from slipstream.tasks.parity_acceptance import (
 )
 from slipstream.tasks.parity_capture import CaptureFindings
 from slipstream.tasks.parity_causes import Diagnosis, diagnose
-from slipstream.tasks.parity_draft import SERVER, DraftFindings, compare_drafts, in_fp32
+from slipstream.tasks.parity_draft import (
+    MAX_ERROR_SERVED,
+    ROUNDING,
+    ROUNDING_FACTOR,
+    SERVER,
+    DraftFindings,
+    compare_drafts,
+    in_fp32,
+)
 from slipstream.tasks.parity_draft_causes import name_draft_cause
 from slipstream.tasks.parity_target import LogitFindings, SlotFinding, TargetReference, find_slots, trace_slots
 
@@ -122,7 +130,7 @@ class ParityFindings:
         for acceptance in self.acceptance.values():
             counts.merge(acceptance.served)
         warning = untrained_steps(counts, trained_steps)
-        return [warning] if warning else []
+        return [*self.drafts.warnings(), *([warning] if warning else [])]
 
     def _logit_failures(self, max_difference: float) -> list[str]:
         logits, found = self.logits, []
@@ -161,7 +169,7 @@ class ParityFindings:
         lines += [f"teacher: {self.logits.describe()}", self.capture.describe_tokens()]
         if self.drafts:
             for name, errors in self.drafts.errors.items():
-                steps = ", ".join(f"k={k} {e.error:.4f} ({e.rounds})" for k, e in enumerate(errors, start=1))
+                steps = "; ".join(f"k={k} {e.describe()}" for k, e in enumerate(errors, start=1) if e.rounds)
                 lines.append(f"draft logits, {name} against the reference, error (rounds): {steps}")
         for name, a in self.acceptance.items():
             lines.append(
@@ -195,10 +203,7 @@ class ParityFindings:
         drafts = {}
         if self.drafts:
             drafts = {
-                name: [
-                    {"step": k, "rounds": e.rounds, "error": e.error, "argmax_differs": e.argmax_differs}
-                    for k, e in enumerate(errors, start=1)
-                ]
+                name: [{"step": k, **e.to_dict()} for k, e in enumerate(errors, start=1)]
                 for name, errors in self.drafts.errors.items()
             }
         return {
@@ -291,7 +296,7 @@ def examine(
     states = {slot: torch.cat(parts) for slot, parts in captured.items()}
     found = find_slots(states, [torch.cat(parts) for parts in wanted]) if states else []
     if drafts and (wrong := drafts.wrong(SERVER)):
-        bound = drafts.bound(SERVER, wrong[0])
+        bound = max(MAX_ERROR_SERVED, ROUNDING_FACTOR * drafts.errors[ROUNDING][wrong[0] - 1].error)
         drafts.cause = name_draft_cause(exact["export"], drafted, wrong[0], num_steps, bound)
     named = {slot: diagnose(target, rows, slots, num_ranks) for slot, rows in capture.slots.items() if rows.wrong}
     return ParityFindings(found, logits, drafts, acceptance, capture, {s: d for s, d in named.items() if d})

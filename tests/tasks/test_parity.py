@@ -122,19 +122,6 @@ def test_acceptance_that_differs_names_the_first_round(world):
     assert any("p0, round 0" in f and "offline accepts" in f for f in failures)
 
 
-def test_rounding_is_allowed_to_the_server_and_to_nobody_else(world):
-    networks = {"export": world.draft, "trainer": world.draft}
-    drafts = examine(world.prompts, world.traces, world.target, world.reference, networks, SLOTS, K).drafts
-    assert drafts.errors["export"][0].error < 1e-4 < drafts.errors["rounding alone"][0].error
-    drafts.errors["server"][0].squared = drafts.errors["server"][0].squared_reference * 0.2**2
-    assert drafts.wrong("server") == [1]
-    rounding = drafts.errors["rounding alone"][0]
-    rounding.squared = rounding.squared_reference * 0.15**2  # a draft that magnifies rounding this much
-    assert drafts.wrong("server") == []
-    drafts.errors["trainer"][0].squared = drafts.errors["trainer"][0].squared_reference * 0.01**2
-    assert drafts.wrong("trainer") == [1]
-
-
 def test_beside_a_small_state_a_share_of_the_next_is_no_bound():
     """An embedding is far smaller than the states behind it: lost altogether, it is still a twentieth of the next."""
     slot = SlotFinding(slot=0, nearest=0, error=1.05, second=1, second_error=19.4)
