@@ -6,14 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6  # CUlaunchAttributeID
 _MAX_DYNAMIC_SHARED_BYTES, _SHARED_CARVEOUT = 8, 9  # CUfunction_attribute
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id padded to 8 bytes, a value of 64."""
+    """CUlaunchAttribute: an id padded to 8 bytes, a value of 64: a number, or three (y and z of a cluster)."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("y", ctypes.c_int),
+        ("z", ctypes.c_int),
+        ("rest", ctypes.c_char * 52),
+    )
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -84,20 +91,42 @@ class Function:
         prefer_shared(self._handle)
 
     def launch(
-        self, grid: int, threads: int, shared_bytes: int, stream: int, params: ctypes.Structure, *, pdl: bool
+        self,
+        grid: int,
+        threads: int,
+        shared_bytes: int,
+        stream: int,
+        params: ctypes.Structure,
+        *,
+        pdl: bool,
+        cluster: int = 1,
     ) -> None:
         """Launch with one argument, a struct passed by value.
 
         Args:
             stream: handle, as torch's `cuda_stream`.
             pdl: the kernel may start before the one in front of it is done (it waits by itself).
+            cluster: CTAs of one, of which the grid is a multiple.
         """
-        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
-        config = _LaunchConfig(
-            grid, 1, 1, threads, 1, 1, shared_bytes, stream or None, ctypes.pointer(attribute), 1 if pdl else 0
-        )
+        attributes = (_Attribute * 2)()
+        used = 0
+        if pdl:
+            attributes[used] = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+            used += 1
+        if cluster > 1:
+            attributes[used] = _Attribute(id=_CLUSTER_DIMENSION, value=cluster, y=1, z=1)
+            used += 1
+        config = _LaunchConfig(grid, 1, 1, threads, 1, 1, shared_bytes, stream or None, attributes, used)
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(params))
         call("cuLaunchKernelEx", ctypes.byref(config), self._handle, arguments, None)
+
+    def most_clusters(self, cluster: int, threads: int, shared_bytes: int) -> int:
+        """How many clusters of so many CTAs the card holds at once."""
+        attribute = _Attribute(id=_CLUSTER_DIMENSION, value=cluster, y=1, z=1)
+        config = _LaunchConfig(cluster, 1, 1, threads, 1, 1, shared_bytes, None, ctypes.pointer(attribute), 1)
+        found = ctypes.c_int()
+        call("cuOccupancyMaxActiveClusters", ctypes.byref(found), self._handle, ctypes.byref(config))
+        return found.value
 
 
 class Module:

@@ -212,8 +212,8 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
 #pragma unroll
                             for (int i = 0; i < TM; ++i) {
                                 const uint4 low = w[c][i][0], high = w[c][i][1];
-                                mma_16x8x16(sums[i][j], low.x, high.x, low.y, high.y, b.x, b.y);
-                                mma_16x8x16(sums[i][j], low.z, high.z, low.w, high.w, b.z, b.w);
+                                mma_16x8x16(sums[i][j], low.x, low.y, low.z, low.w, b.x, b.y);
+                                mma_16x8x16(sums[i][j], high.x, high.y, high.z, high.w, b.z, b.w);
                             }
                         }
                         if (!RESIDENT && chunk + X_DEPTH < count) {

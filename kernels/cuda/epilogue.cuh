@@ -9,7 +9,7 @@ enum Epilogue { STORE = 0, ADD = 1, GATE_UP = 2, QKV = 3 };
 // kernels/cuda/launch.py has the same struct. Strides are in elements.
 struct Params {
     const bf16* x;                // [M, K], row stride x_stride
-    const bf16* weight;           // packed (pack.py): [tiles of 16 rows, K / 32, 2, 32 lanes, 8]
+    const bf16* weight;           // packed (pack.py): [tiles of 16 rows, K / 32, 2 MMAs, 32 lanes, 8]
     const bf16* norm_weight;      // [K]
     const float* sumsq_in;        // [M, num_sumsq]; null: the row is read instead
     const bf16* residual;         // ADD: [M, N], row stride residual_stride

@@ -4,6 +4,7 @@ import ctypes
 import functools
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 
@@ -183,9 +184,12 @@ def _module(epilogue: Epilogue, device: int) -> driver.Module:
 
 
 def load(device: int) -> None:
-    """Compile and load everything: before a graph is captured."""
+    """Compile and load everything, wide_launch.py's kernels, too: before a graph is captured."""
+    from slipstream.kernels.cuda import wide_launch  # built upon this module
+
     for epilogue in Epilogue:
         _module(epilogue, device)
+    wide_launch.load(device)
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ class Override:
     parts: int | None = None
     pdl: bool | None = None
     evict_first: bool = True
+    wide: Any = None  # a cut of wide_launch.py; False: none
 
 
 @dataclass(frozen=True)

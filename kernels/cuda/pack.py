@@ -23,9 +23,9 @@ class PackedWeight:
     """A weight [N, K] as the matrix unit takes it.
 
     Args:
-        data: [tiles, K / 32, 2, 32, 8] bf16: of each tile of 16 rows and each chunk of 32 k, for lanes 4 g + t the 8
-            elements from k = 32 chunk + 8 t of row g, then those of row g + 8. Rows past the end are zero; the number
-            of tiles is even.
+        data: [tiles, K / 32, 2, 32, 8] bf16: of each tile of 16 rows and each chunk of 32 k, for two MMAs what lane
+            4 g + t has in its four registers: from k = 32 chunk + 8 t + 4 mma two elements of row g, two of row g + 8,
+            and the next two of each. Rows past the end are zero; the number of tiles is even.
         order: of the rows.
         shape: (N, K).
         head_dim: rows of a head (HEADS).
@@ -47,21 +47,24 @@ def pack(weight: torch.Tensor, order: RowOrder = RowOrder.ROWS, head_dim: int = 
     if weight.dtype != torch.bfloat16 or n == 0 or k == 0 or k % 32:
         raise ValueError(f"weight {weight.dtype} {tuple(weight.shape)}; expected bf16 [N, K], K a multiple of 32")
     rows = _rows(order, n, head_dim).to(weight.device)  # [16 tiles]
-    data = weight.new_zeros(rows.shape[0] // 16, k // 32, 2, 8, 4, 8)
-    # [16 tiles, K] -> [tiles, half, g, chunk, t, 8] -> [tiles, chunk, half, g, t, 8]
-    source = weight.index_select(0, rows.clamp_min(0)).view(-1, 2, 8, k // 32, 4, 8).permute(0, 3, 1, 2, 4, 5)
-    data.copy_(source)
-    absent = (rows < 0).view(-1, 1, 2, 8, 1, 1)  # [16 tiles] -> [tiles, 1, half, g, 1, 1]
-    data.masked_fill_(absent, 0)
-    return PackedWeight(data.flatten(3, 4), order, (n, k), head_dim)  # [.., g, t, 8] -> [.., lane, 8]
+    data = weight.new_zeros(rows.shape[0] // 16, k // 32, 2, 8, 4, 2, 2, 2)
+    # [16 tiles, K] -> [tiles, half, g, chunk, t, mma, pair, 2] -> [tiles, chunk, mma, g, t, pair, half, 2]
+    source = weight.index_select(0, rows.clamp_min(0)).view(-1, 2, 8, k // 32, 4, 2, 2, 2)
+    data.copy_(source.permute(0, 3, 5, 2, 4, 6, 1, 7))
+    absent = (rows < 0).view(-1, 1, 1, 2, 8).transpose(3, 4)  # [16 tiles] -> [tiles, 1, 1, g, half]
+    data.masked_fill_(absent[:, :, :, :, None, None, :, None], 0)  # -> [tiles, 1, 1, g, 1, 1, half, 1]
+    # [.., g, t, pair, half, 2] -> [.., lane, 8]
+    return PackedWeight(data.flatten(5, 7).flatten(3, 4), order, (n, k), head_dim)
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
     """The weight that was packed: [N, K]."""
     n, k = packed.shape
     rows = _rows(packed.order, n, packed.head_dim).to(packed.data.device)
-    # [tiles, chunk, half, lane, 8] -> [tiles, chunk, half, g, t, 8] -> [tiles, half, g, chunk, t, 8] -> [16 tiles, K]
-    data = packed.data.unflatten(3, (8, 4)).permute(0, 2, 3, 1, 4, 5).reshape(-1, k)
+    data = packed.data.unflatten(4, (2, 2, 2)).unflatten(3, (8, 4))  # [tiles, chunk, mma, g, t, pair, half, 2]
+    data = data.permute(0, 6, 3, 1, 4, 2, 5, 7).reshape(
+        -1, k
+    )  # [tiles, half, g, chunk, t, mma, pair, 2] -> [16 tiles, K]
     weight = data.new_empty(n, k)
     weight[rows[rows >= 0]] = data[rows >= 0]
     return weight

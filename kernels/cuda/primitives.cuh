@@ -162,6 +162,69 @@ __device__ inline uint4 load_shared(uint32_t from) {
 }
 // The first `threads` threads of the CTA.
 __device__ inline void sync_some(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+// The same value, of which the compiler knows nothing: what is computed from it is not kept in registers over a loop.
+__device__ inline int opaque(int v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
+// Clusters: CTAs that are on the card together and reach each other's shared memory. `rank` is a CTA's place in its own.
+__device__ inline int cluster_rank() {
+    int rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+__device__ inline int cluster_size() {
+    int size;
+    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+// The CTA's part of dynamic shared memory: what it was given (on an emulated GPU a cluster's CTAs share the array).
+__device__ inline float* own_shared(float* shared) { return shared; }
+// All threads of all CTAs.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Where the CTA of `rank` has what lies at `address` here.
+__device__ inline uint32_t cluster_address(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+__device__ inline float load_cluster(uint32_t from) {
+    float v;
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
+__device__ inline void store_cluster(uint32_t to, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+}
+// At a barrier of any CTA of the cluster, and a wait that sees what these did before.
+__device__ inline void barrier_arrive_cluster(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+__device__ inline void store_shared(uint32_t to, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ inline void store_shared(uint32_t to, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+}
+__device__ inline float load_shared_float(uint32_t from) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
+    return v;
+}
 #endif
 
 // Programmatic dependent launch: lets the next kernel start; waits until the kernel before is done and its writes are

@@ -1,10 +1,10 @@
 // y = x W^T for few rows of x (1 to 128), bound by the reading of W.
 //
 // Weights are the A operand of mma.m16n8k16 (16 weight rows), rows of x its B operand (8 rows: "n8 tile"). A thread holds
-// 8 consecutive k of weight rows g and g + 8 (g = lane / 4, t = lane % 4, k = 32 chunk + 8 t ..) by 16-byte loads straight
-// into registers: its words 0, 1 are the two k pairs of one MMA, words 2, 3 those of a second. That is a permutation of k
-// within the chunk; x is read by the same one, so the sum is over the same products. The weight is packed so that a
-// warp's load is 512 bytes in a row and its next one follows. DEPTH chunks of weights are in flight per thread.
+// 8 consecutive k of weight rows g and g + 8 (g = lane / 4, t = lane % 4, k = 32 chunk + 8 t ..): k pairs 0 and 1 are
+// those of one MMA, 2 and 3 of a second. That is a permutation of k within the chunk; x is read by the same one, so the
+// sum is over the same products. The weight is packed so that 16 bytes are the four registers of one MMA (else they
+// would be moved), a warp's load is 512 bytes in a row and its next one follows. DEPTH chunks are in flight per thread.
 //
 // The sum, here and in bulk_gemm.cuh: chunk i belongs to part i mod P, P by the shape alone. A part is summed in the order
 // of k by MMAs from zero; parts 2 i and 2 i + 1 are added, and these pairs in order. An MMA's column depends on no other
@@ -104,8 +104,8 @@ __device__ inline void skinny_gemm(const Params& p, float* shared) {
 #pragma unroll
                     for (int i = 0; i < TM; ++i) {
                         const uint4 low = w[u][i][0], high = w[u][i][1];
-                        mma_16x8x16(sums[i][j], low.x, high.x, low.y, high.y, b.x, b.y);
-                        mma_16x8x16(sums[i][j], low.z, high.z, low.w, high.w, b.z, b.w);
+                        mma_16x8x16(sums[i][j], low.x, low.y, low.z, low.w, b.x, b.y);
+                        mma_16x8x16(sums[i][j], high.x, high.y, high.z, high.w, b.z, b.w);
                     }
                 }
                 if (chunk + DEPTH < count) {

@@ -1,11 +1,13 @@
-"""The fused matrix products of a decoder layer for few rows: what the ops of the same name do, in CUDA C++.
+"""The fused matrix products of a decoder layer: what the ops of the same name do, in CUDA C++.
 
 Every op raises ValueError for what the kernel does not do; `supports` asks beforehand.
 """
 
+from collections.abc import Iterator
+
 import torch
 
-from slipstream.kernels.cuda import int4_launch
+from slipstream.kernels.cuda import int4_launch, wide_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.int4 import Int4Weight
@@ -150,15 +152,46 @@ def _params(x: torch.Tensor, weight: CudaWeight, order: RowOrder, stream: Stream
 
 
 def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:
-    if not isinstance(weight, Int4Weight):
-        launch(epilogue, norm, params, device, override)
+    if isinstance(weight, Int4Weight):
+        _check(
+            norm == int4_launch.has_norm(epilogue),
+            f"a product {'behind a' if norm else 'without a'} norm over INT4 weights",
+            "the other (a norm can run before it by itself)",
+        )
+        for group in _groups(epilogue, params):
+            int4_launch.launch(epilogue, weight, group, device, override)
         return
-    _check(
-        norm == int4_launch.has_norm(epilogue),
-        f"a product {'behind a' if norm else 'without a'} norm over INT4 weights",
-        "the other (a norm can run before it by itself)",
-    )
-    int4_launch.launch(epilogue, weight, params, device, override)
+    cut = override.wide
+    if cut is None and override.variant is None and override.parts is None:
+        cut = wide_launch.cut_for(epilogue, norm, params, device)
+    if cut:
+        wide_launch.launch(epilogue, norm, params, device, cut, override)
+    else:
+        for group in _groups(epilogue, params):
+            launch(epilogue, norm, group, device, override)
+
+
+def _groups(epilogue: Epilogue, params: Params) -> Iterator[Params]:
+    """`params` for MAX_ROWS rows at a time: each group writes where its rows belong, and reads the weight again."""
+    strides = {
+        "x": 2 * params.x_stride,
+        "sumsq_in": 4 * params.num_sumsq,
+        "residual": 2 * params.residual_stride,
+        "cos": 2 * params.angle_stride,
+        "sin": 2 * params.angle_stride,
+        "write_index": 8,
+        "out": 2 * (params.q_heads * params.head_dim if epilogue is Epilogue.QKV else params.N),
+        "out_k": 0 if params.write_index else 2 * params.kv_stride,
+        "out_v": 0 if params.write_index else 2 * params.kv_stride,
+        "sumsq_out": 4 * -(-params.N // 16),
+    }
+    for first in range(0, params.M, MAX_ROWS):
+        group = Params.from_buffer_copy(params)
+        group.M = min(MAX_ROWS, params.M - first)
+        for name, stride in strides.items():
+            if getattr(params, name):
+                setattr(group, name, getattr(params, name) + first * stride)
+        yield group
 
 
 def _head_dim(weight: CudaWeight) -> int:
@@ -173,8 +206,6 @@ def _unsupported(x: torch.Tensor, weight: CudaWeight) -> str:
         return f"x {tuple(x.shape)}, weight {weight.shape}; expected [M, K] and [N, K]"
     if isinstance(weight, Int4Weight) and not int4_launch.takes(weight):
         return f"INT4 weight {tuple(weight.shape)}; expected K a multiple of {int4_launch.QUAD}, nothing empty"
-    if x.shape[0] > MAX_ROWS:
-        return f"{x.shape[0]} rows; expected at most {MAX_ROWS}"
     if x.stride(1) != 1 or _row_stride(x) % 8 or x.data_ptr() % 16:
         return "x not aligned; expected contiguous rows that begin at multiples of 16 bytes"
     return ""

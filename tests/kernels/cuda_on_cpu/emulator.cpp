@@ -25,13 +25,14 @@ void body() {
 }  // namespace
 
 // weight: the matrix, of `weight_bytes`; reads: [weight_bytes / 16] out, how often each 16 bytes were read; ranges:
-// (begin, end) of what load_activation may read, x first; flows: [grid, 4] out, of each CTA its bulk copies, those of them
-// before it let the next kernel start (-1: never), whether it then had not waited, 16 bytes asked into the L2. Returns reads outside of everything + reads of x before the
-// wait + threads that never waited.
-extern "C" long run(void (*function)(Given), int grid, int threads, int shared_bytes, const Given* given,
+// (begin, end) of what load_activation may read, x first; flows: [grid, 4] out, of each CTA (in a cluster's first row:
+// of all its CTAs) its bulk copies, those of them before it let the next kernel start (-1: never), whether it then had
+// not waited, 16 bytes asked into the L2. Returns reads outside of everything + reads of x before the wait + threads
+// that never waited.
+extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, int shared_bytes, const Given* given,
                     long weight_bytes, uint32_t* reads, const char** ranges, int num_ranges, long* flows) {
     using namespace emulator;
-    if (shared_bytes > int(sizeof(shared))) return -1;
+    if (shared_bytes > 4 * SHARED_FLOATS || grid % ctas) return -1;
     kernel = function;
     params = *given;
     weight_begin = reinterpret_cast<const char*>(weight_of(params));
@@ -46,21 +47,24 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int shared_b
     long never_waited = 0;
     blockDim.x = threads;
     gridDim.x = grid;
-    lanes.resize(threads);
+    cluster_ctas = ctas;
+    const int together = threads * ctas;
+    lanes.resize(together);
     for (auto& lane : lanes) lane.stack.resize(64 << 10);
-    for (int block = 0; block < grid; ++block) {
-        blockIdx.x = block;
+    for (int block = 0; block < grid; block += ctas) {
         // What no thread wrote is NaN, inside what was asked for and outside of it.
-        std::fill(shared, shared + sizeof(shared) / 4, NAN);
-        cta_barrier = some_barrier = Barrier();
+        std::fill(shared, shared + ctas * SHARED_FLOATS, NAN);
+        cta_barriers.assign(ctas, Barrier());
+        some_barriers = cta_barriers;
+        cluster_barrier = Barrier();
         copy_barriers.clear();
         copies.clear();
         flow = Flow();
-        warp_barriers.assign(3 * (threads / 32), Barrier());
-        exchanged.assign(2 * threads, Exchanged());
-        waited.assign(threads, 0);
-        for (int i = 0; i < threads; ++i) {
-            lanes[i].done = false;
+        warp_barriers.assign(3 * (together / 32), Barrier());
+        exchanged.assign(2 * together, Exchanged());
+        waited.assign(together, 0);
+        for (int i = 0; i < together; ++i) {
+            lanes[i].done = lanes[i].in_cluster = false;
             lanes[i].exchanges = 0;
             getcontext(&lanes[i].context);
             lanes[i].context.uc_stack.ss_sp = lanes[i].stack.data();
@@ -69,20 +73,26 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int shared_b
             makecontext(&lanes[i].context, body, 0);
         }
         long turns = 0;
-        for (int left = threads; left > 0; land_copies()) {
+        for (int left = together; left > 0; land_copies()) {
             if (++turns > 20000) return -2;  // a wait for what never comes
-            for (int i = 0; i < threads; ++i) {
+            for (int i = 0; i < together; ++i) {
                 if (lanes[i].done || sleeps(turns, i / 32)) continue;
-                current = threadIdx.x = i;
+                current = i;
+                threadIdx.x = i % threads;
+                blockIdx.x = block + i / threads;
                 swapcontext(&scheduler, &lanes[i].context);
                 left -= lanes[i].done;
             }
         }
-        for (int i = 0; i < threads; ++i) never_waited += !waited[i];
+        for (int i = 0; i < together; ++i) never_waited += !waited[i];
         const long told[] = {flow.copies, flow.copies_at_start, flow.started_unwaited, flow.prefetched};
         std::copy(told, told + 4, flows + 4 * block);
         outside_reads += copies.size();  // ended before its weights came
-        for (int i = shared_bytes / 4; i < int(sizeof(shared) / 4); ++i) outside_reads += !std::isnan(shared[i]);
+        for (int cta = 0; cta < ctas; ++cta) {
+            for (int i = shared_bytes / 4; i < SHARED_FLOATS; ++i) {
+                outside_reads += !std::isnan(shared[cta * SHARED_FLOATS + i]);
+            }
+        }
     }
     std::copy(weight_reads.begin(), weight_reads.end(), reads);
     return outside_reads + unwaited_reads + never_waited;

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slipstream.kernels.cuda import int4_launch
+from slipstream.kernels.cuda import int4_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -16,11 +16,17 @@ _HERE = Path(__file__).parent
 _SOURCES = Path(cuda_launch.__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
 BULK_BYTES = 84 << 10  # rings of four to nine slots
+WIDE_BYTES = (116 << 10, 64 << 10)  # rings of two to four
 
 
 def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
     """The bf16 kernels, one library an epilogue."""
     return {e: _compile(directory, "skinny_gemm", "Params", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
+
+
+def compile_wide(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
+    """The bf16 kernels for more rows, one library an epilogue."""
+    return {e: _compile(directory, "wide_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
 
 
 def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
@@ -59,9 +65,13 @@ class Emulator:
         monkeypatch.setattr(cuda_launch, "_device", lambda device: cuda_launch.Device(sms=2, bulk_bytes=bulk_bytes))
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
+        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, ()))
 
-    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Any) -> None:
-        self._run(epilogue, name, grid, threads, shared_bytes, params, params, (params.tiles, params.K // 32, 64))
+    def run(
+        self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
+    ) -> None:
+        pieces = (params.tiles, params.K // 32, 64)
+        self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, params, pieces)
 
     def _run(
         self,
@@ -69,6 +79,7 @@ class Emulator:
         name: str,
         grid: int,
         threads: int,
+        cluster: int,
         shared_bytes: int,
         params: Any,
         common: Params,
@@ -84,6 +95,7 @@ class Emulator:
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,
             threads,
+            cluster,
             shared_bytes,
             ctypes.byref(params),
             ctypes.c_long(reads.size * 16),
@@ -108,9 +120,31 @@ class Int4Emulator(Emulator):
         monkeypatch.setattr(int4_launch, "capability", lambda: arch)
         monkeypatch.setattr(int4_launch, "pdl_enabled", lambda: False)
 
-    def run(self, epilogue: Epilogue, name: str, grid: int, threads: int, shared_bytes: int, params: Any) -> None:
+    def run(
+        self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
+    ) -> None:
         common = params.common
-        self._run(epilogue, name, grid, threads, shared_bytes, params, common, (common.tiles // 2, common.K // 32, 32))
+        pieces = (common.tiles // 2, common.K // 32, 32)
+        self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
+
+
+class WideEmulator(Emulator):
+    """The same for the kernels for more rows; launches of the others go to `Emulator`."""
+
+    def install(
+        self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: tuple[int, ...] = WIDE_BYTES
+    ) -> None:
+        monkeypatch.setattr(wide_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(wide_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(sms, shared_bytes))
+        monkeypatch.setattr(wide_launch, "pdl_enabled", lambda: False)
+
+    def run(
+        self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
+    ) -> None:
+        common = params.common
+        pieces = (common.tiles, common.K // 32, 64)
+        self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
 
 
 class _Module:
@@ -129,5 +163,7 @@ class _Function:
     def __init__(self, emulator: Emulator, epilogue: Epilogue, name: str) -> None:
         self._emulator, self._epilogue, self._name = emulator, epilogue, name
 
-    def launch(self, grid: int, threads: int, shared_bytes: int, stream: int, params: Any, *, pdl: bool) -> None:
-        self._emulator.run(self._epilogue, self._name, grid, threads, shared_bytes, params)
+    def launch(
+        self, grid: int, threads: int, shared_bytes: int, stream: int, params: Any, *, pdl: bool, cluster: int = 1
+    ) -> None:
+        self._emulator.run(self._epilogue, self._name, grid, threads, cluster, shared_bytes, params)

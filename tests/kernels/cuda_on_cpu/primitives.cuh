@@ -30,7 +30,8 @@ struct Index {
     unsigned x;
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
-alignas(128) float shared[1 << 16];
+constexpr int SHARED_FLOATS = 1 << 16;           // of a CTA
+alignas(128) float shared[6 * SHARED_FLOATS];  // of a cluster
 using std::max;
 using std::min;
 
@@ -42,16 +43,18 @@ struct Barrier {
 struct Lane {
     ucontext_t context;
     std::vector<char> stack;
-    long exchanges = 0;
-    bool done = false;
+    long exchanges = 0, cluster_generation = 0;
+    bool done = false, in_cluster = false;
 };
 struct Exchanged {
     uint32_t words[6];
 };
 static std::vector<Lane> lanes;
 static ucontext_t scheduler;
-static unsigned current;
-static Barrier cta_barrier, some_barrier;
+static unsigned current;  // lane, of all in the cluster
+static int cluster_ctas;
+static std::vector<Barrier> cta_barriers, some_barriers;  // by CTA of the cluster
+static Barrier cluster_barrier;
 static std::vector<Barrier> warp_barriers;             // [warp][whole, lower half, upper half]
 static std::vector<Exchanged> exchanged;               // [parity][thread]
 static const char* weight_begin;
@@ -121,9 +124,9 @@ inline void arrive(Barrier& barrier, int size) {
 }
 // Every lane in `mask` hands in words and sees all of them.
 inline const Exchanged* exchange(uint32_t mask, const Exchanged& mine) {
-    const unsigned warp = threadIdx.x / 32, thread = threadIdx.x;
+    const unsigned warp = current / 32, thread = current;
     const long parity = lanes[thread].exchanges++ % 2;
-    Exchanged* all = &exchanged[parity * blockDim.x];
+    Exchanged* all = &exchanged[parity * lanes.size()];
     all[thread] = mine;
     const int which = mask == 0xffffffffu ? 0 : mask == 0xffffu ? 1 : 2;
     arrive(warp_barriers[3 * warp + which], __builtin_popcount(mask));
@@ -131,7 +134,8 @@ inline const Exchanged* exchange(uint32_t mask, const Exchanged& mine) {
 }
 }  // namespace emulator
 
-inline void __syncthreads() { emulator::arrive(emulator::cta_barrier, int(blockDim.x)); }
+inline unsigned emulated_rank() { return emulator::current / blockDim.x; }
+inline void __syncthreads() { emulator::arrive(emulator::cta_barriers[emulated_rank()], int(blockDim.x)); }
 
 namespace slipstream {
 
@@ -205,14 +209,14 @@ inline uint4 load_shared(uint32_t from) {
     return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
 }
 inline void sync_warp() { emulator::exchange(0xffffffffu, {}); }
-inline void sync_some(int threads) { emulator::arrive(emulator::some_barrier, threads); }
+inline void sync_some(int threads) { emulator::arrive(emulator::some_barriers[emulated_rank()], threads); }
 
 inline uint4 load_activation(const bf16* address) {
     const char* at = reinterpret_cast<const char*>(address);
     for (int i = 0; i < emulator::num_activations; ++i) {
         if (at >= emulator::activation_begin[i] && at + 16 <= emulator::activation_end[i]) {
             // range 0 is x, which the kernel before writes
-            if (i == 0 && !emulator::waited[threadIdx.x]) ++emulator::unwaited_reads;
+            if (i == 0 && !emulator::waited[emulator::current]) ++emulator::unwaited_reads;
             return load_16(address);
         }
     }
@@ -222,7 +226,7 @@ inline uint4 load_activation(const bf16* address) {
 
 inline float4 load_sums(const float* address) {
     if (reinterpret_cast<uintptr_t>(address) % 16) ++emulator::outside_reads;
-    if (!emulator::waited[threadIdx.x]) ++emulator::unwaited_reads;
+    if (!emulator::waited[emulator::current]) ++emulator::unwaited_reads;
     return float4{address[0], address[1], address[2], address[3]};
 }
 
@@ -298,11 +302,68 @@ inline uint4* in_shared(const bf16* at) {
 inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
 inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 
+
+inline int opaque(int v) { return v; }
+inline float* own_shared(float* all) { return all + emulated_rank() * SHARED_FLOATS; }
+inline int cluster_rank() { return emulated_rank(); }
+inline int cluster_size() { return emulator::cluster_ctas; }
+inline void cluster_arrive() {
+    emulator::Lane& lane = emulator::lanes[emulator::current];
+    lane.cluster_generation = emulator::cluster_barrier.generation;
+    if (++emulator::cluster_barrier.count == int(emulator::lanes.size())) {
+        emulator::cluster_barrier.count = 0;
+        ++emulator::cluster_barrier.generation;
+    }
+}
+inline void cluster_wait() {
+    while (emulator::cluster_barrier.generation == emulator::lanes[emulator::current].cluster_generation) {
+        emulator::yield();
+    }
+    emulator::lanes[emulator::current].in_cluster = true;
+}
+// Reaching another CTA needs a wait before, and that the other one still runs.
+inline uint32_t cluster_address(uint32_t address, int rank) {
+    if (rank < 0 || rank >= emulator::cluster_ctas || !emulator::lanes[emulator::current].in_cluster) {
+        ++emulator::outside_reads;
+    }
+    return address + 4 * SHARED_FLOATS * (rank - int(emulated_rank()));
+}
+inline void check_running(uint32_t address) {
+    const unsigned first = address / (4 * SHARED_FLOATS) * blockDim.x;
+    for (unsigned i = first; i < first + blockDim.x; ++i) {
+        if (!emulator::lanes[i].done) return;
+    }
+    ++emulator::outside_reads;
+}
+inline float& float_in_shared(uint32_t address) {
+    if (address % 4 || address + 4 > sizeof(shared)) ++emulator::outside_reads;
+    return shared[address / 4];
+}
+inline float load_cluster(uint32_t from) {
+    check_running(from);
+    return float_in_shared(from);
+}
+inline void store_cluster(uint32_t to, float v) {
+    check_running(to);
+    float_in_shared(to) = v;
+}
+inline void barrier_arrive_cluster(uint32_t barrier) {
+    check_running(barrier);
+    barrier_arrive(barrier);
+}
+inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void store_shared(uint32_t to, uint4 v) {
+    if (to % 16 || to + 16 > sizeof(shared)) ++emulator::outside_reads;
+    memcpy(reinterpret_cast<char*>(shared) + to, &v, 16);
+}
+inline void store_shared(uint32_t to, float v) { float_in_shared(to) = v; }
+inline float load_shared_float(uint32_t from) { return float_in_shared(from); }
+
 inline void pdl_launch_dependents() {
     if (emulator::flow.copies_at_start >= 0) return;
     emulator::flow.copies_at_start = emulator::flow.copies;
-    emulator::flow.started_unwaited = !emulator::waited[threadIdx.x];
+    emulator::flow.started_unwaited = !emulator::waited[emulator::current];
 }
-inline void pdl_wait() { emulator::waited[threadIdx.x] = 1; }
+inline void pdl_wait() { emulator::waited[emulator::current] = 1; }
 
 }  // namespace slipstream
