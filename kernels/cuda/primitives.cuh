@@ -168,7 +168,7 @@ __device__ inline int opaque(int v) {
     return v;
 }
 
-// Clusters: CTAs that are on the card together and reach each other's shared memory. `rank` is a CTA's place in its own.
+// Clusters: CTAs that are on the card together and reach each other's shared memory. `rank`: a CTA's place in its own.
 __device__ inline int cluster_rank() {
     int rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

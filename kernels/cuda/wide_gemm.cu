@@ -1,4 +1,5 @@
-// One kernel per variant; wide_launch.py holds the same list. MAX_WARPS that sum and MIN_CTAS on an SM bound the registers.
+// One kernel per variant; wide_launch.py holds the same list. MAX_WARPS (that sum) and MIN_CTAS on an SM bound the
+// registers.
 #include <wide_gemm.cuh>
 
 #define WIDE(EPILOGUE, NORM, NT, GROUPS, X_WARPS, MAX_WARPS, MIN_CTAS)                                         \

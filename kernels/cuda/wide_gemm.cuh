@@ -6,8 +6,8 @@
 // weight come to one CTA each, and there are CTAs enough though a unit is high.
 //
 // In a CTA one warp copies weights through a ring in shared memory, as in bulk_gemm.cuh; X_WARPS warps read x, apply
-// the norm once and lay it into the same slot in the order of the matrix unit's B operand; each other warp sums one part
-// of two tiles for 8 NT columns, GROUPS of such side by side. A slot holds one chunk of each part: 2 KB of the packed
+// the norm once and lay it into the same slot in the order of the matrix unit's B operand; each other warp sums one
+// part of two tiles for 8 NT columns, GROUPS of such side by side. A slot holds one chunk of each part: 2 KB of the packed
 // weight a tile, as it lies in memory.
 #pragma once
 #include <bulk_gemm.cuh>
@@ -23,7 +23,7 @@ struct WideParams {
 constexpr int WIDE_HEADER_BYTES = 1024;  // barriers, then rstd of up to 128 columns
 constexpr int RSTD_AT = 512;
 
-// Of a part of K; 0 for one that is not there.
+// Chunks of a part of K; 0 for one that is not there.
 __device__ inline int chunks_of_part(const Params& p, int parts, int part) {
     if (part >= parts) return 0;
     return p.chunks_per_part - ((p.chunks_per_part - 1) * parts + part < p.K / 32 ? 0 : 1);
@@ -148,6 +148,7 @@ __device__ inline void wide_gemm(const WideParams& given, float* shared) {
                 if (++coming == steps) coming = 0;
             }
         }
+        sync_warp();
         cluster_wait();
         float rstd[X_ROWS] = {};
         if (NORM) {
@@ -192,6 +193,7 @@ __device__ inline void wide_gemm(const WideParams& given, float* shared) {
         return;
     }
 
+    sync_warp();
     cluster_wait();
     const int threads = 32 * warps;
     if (NORM) {  // every row's norm once a cluster

@@ -148,7 +148,7 @@ def choose(rows: int, tiles: int, width: int, parts: int, device: Device) -> Cut
 @functools.cache
 def _module(epilogue: Epilogue, device: int) -> driver.Module:
     card = _device(device)
-    functions = [(v.name(epilogue, norm), card.shared_bytes[v.ctas - 1]) for norm in norms(epilogue) for v in VARIANTS]
+    functions = [(v.name(epilogue, norm), max(card.shared_bytes)) for norm in norms(epilogue) for v in VARIANTS]
     return driver.Module(build.compiled(capability(), [build.wide(int(epilogue))])[0], device, functions)
 
 

@@ -146,8 +146,14 @@ def clusters() -> None:
         function = wide_launch._module(launch.Epilogue.ADD, index).functions[variant.name(launch.Epilogue.ADD, False)]
         threads = 32 * (variant.max_warps + variant.x_warps + 1)
         shared = wide_launch.shared_bytes(cut, device)
-        found = {size: function.most_clusters(size, threads, shared) for size in (1, 2, 3, 4, 5, 6, 8)}
-        print(f"{name(cut)}: {threads} threads, {shared >> 10} KB, {wide_launch.slots(cut, device)} slots: {found}")
+        found = []
+        for size in (1, 2, 3, 4, 5, 6, 8):
+            try:
+                found.append(f"{size}: {function.most_clusters(size, threads, shared)}")
+            except RuntimeError as error:
+                found.append(f"{size}: {error}")
+        words = f"{threads} threads, {shared >> 10} KB, {wide_launch.slots(cut, device)} slots"
+        print(f"{name(cut)}: {words}; clusters by size {', '.join(found)}", flush=True)
 
 
 def chains(bench: Any) -> None:
