@@ -42,7 +42,7 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return packed_y.view(*x.shape[:-1], weight.shape[0])  # [M, out] -> [..., out]
     if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
         return F.linear(x, weight)
-    if not weight.numel():
+    if not weight.numel() or not x.numel():
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
     rows = x.reshape(-1, x.shape[-1])  # [..., in] -> [M, in]
     if on_gpu(rows):

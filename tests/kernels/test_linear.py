@@ -26,6 +26,13 @@ def test_linear_keeps_leading_axes() -> None:
             assert linear(part, weight).shape == (*part.shape[:-1], 5)
 
 
+def test_no_rows_give_no_rows() -> None:
+    """A step of the evaluation that no answer is long enough for."""
+    with torch.no_grad():
+        assert linear(torch.randn(0, 8), torch.randn(5, 8)).shape == (0, 5)
+        assert linear(torch.randn(2, 0, 8), torch.randn(5, 8)).shape == (2, 0, 5)
+
+
 def test_gradients_flow() -> None:
     x, weight = torch.randn(3, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True)
     linear(x, weight).sum().backward()
