@@ -7,6 +7,7 @@ from slipstream.engine.errors import SlipstreamError
 MAX_NUM_STEPS = 8  # longer chains are not served
 MAX_ROUNDS_IN_FLIGHT = 8
 SMALLEST_ROW_BUCKET = 32
+MOST_PREFILL_ROWS = 1024  # of a prefill launch, where one request's chunk is not longer
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,9 @@ class EngineConfig:
         max_running_requests: request slots.
         max_context_tokens: most tokens of a request, prompt included.
         block_size_tokens: tokens a KV block.
-        prefill_chunk_tokens: prompt tokens a prefill step.
+        prefill_chunk_tokens: prompt tokens that a request brings into a prefill launch, at most.
+        prefill_requests: requests whose chunks one prefill launch may take, as far as its rows stay within
+            MOST_PREFILL_ROWS. None: 8 on a GPU, 1 on the CPU, where rows cost time and, beyond some number, bits.
         num_kv_blocks: KV blocks, the dummy block included; None: enough for every slot at full context.
         dtype: dtype of weights and caches.
         device: where they live, "cpu" or "cuda".
@@ -35,6 +38,7 @@ class EngineConfig:
     max_context_tokens: int = 2048
     block_size_tokens: int = 16
     prefill_chunk_tokens: int = 256
+    prefill_requests: int | None = None
     num_kv_blocks: int | None = None
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -51,6 +55,8 @@ class EngineConfig:
         for name in ("max_running_requests", "block_size_tokens", "prefill_chunk_tokens"):
             if getattr(self, name) < 1:
                 raise SlipstreamError(f"{name} = {getattr(self, name)}", expected="1 or more", do=f"raise {name}")
+        if self.prefill_requests is not None and self.prefill_requests < 1:
+            raise SlipstreamError(f"prefill_requests = {self.prefill_requests}", expected="1 or more, or None")
         if self.max_context_tokens < 2:
             raise SlipstreamError(
                 f"max_context_tokens = {self.max_context_tokens}",
@@ -98,6 +104,26 @@ class EngineConfig:
     def row_buckets(self) -> tuple[int, ...]:
         """Rows of a captured prefill chunk: 32, 64, 128, .. and the longest chunk that there can be."""
         return _buckets(SMALLEST_ROW_BUCKET, min(self.prefill_chunk_tokens, self.max_context_tokens))
+
+    @property
+    def prefill_buckets(self) -> tuple["PrefillBucket", ...]:
+        """For each of the row buckets, how many requests a launch takes."""
+        wanted = (8 if self.device == "cuda" else 1) if self.prefill_requests is None else self.prefill_requests
+        wanted = min(wanted, self.max_running_requests)
+        return tuple(PrefillBucket(r, max(1, min(wanted, MOST_PREFILL_ROWS // r))) for r in self.row_buckets)
+
+
+@dataclass(frozen=True)
+class PrefillBucket:
+    """A captured prefill launch: rows a request, and most requests."""
+
+    rows: int
+    most_requests: int
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Requests of the captured launches: 1, 2, 4, .. and the most."""
+        return _buckets(1, self.most_requests)
 
 
 def _buckets(first: int, largest: int) -> tuple[int, ...]:

@@ -65,13 +65,18 @@ class Engine:
         self.steps = make_steps(self.runner)
         blocks = BlockManager(config.total_blocks, config.block_size_tokens)
         self.scheduler = Scheduler(
-            config.max_running_requests, blocks, config.prefill_chunk_tokens, lookahead=config.num_steps + 1
+            config.max_running_requests,
+            blocks,
+            config.prefill_chunk_tokens,
+            lookahead=config.num_steps + 1,
+            buckets=config.prefill_buckets,
         )
         self.stats = EngineStats()
         self.started = False
         self._sequences: dict[str, Running] = {}
         self._flights: deque[Flight] = deque()
         self._at_ready = (0, 0)  # captures and compiles
+        self._left_slots: list[int] = []  # of requests that have ended, not cleared yet
         self._num_watched = 0  # admitted requests whose results are read from what the last launch left
 
     @property
@@ -132,10 +137,12 @@ class Engine:
         if sequence is None:
             return False
         self._release(sequence)
+        with self.steps.context():
+            self._clear_left()
         return True
 
     def step(self) -> list[RequestOutput]:
-        """Admits what fits, launches one prefill chunk and one round; what every request with news got.
+        """Admits what fits, launches one batch of prefill chunks and one round; what every request with news got.
 
         The news are of the oldest launch that is out: with `rounds_in_flight` of 0 that is this step's own.
         """
@@ -146,16 +153,17 @@ class Engine:
             if self.scheduler.waiting:
                 self._admit()
             self._collect_until(self._depth, outputs)
-            chunk = self.scheduler.next_chunk()
-            if chunk is not None:
-                self._launch_chunk(chunk)
+            chunks = self.scheduler.next_chunks()
+            if chunks:
+                self._launch_chunks(chunks)
                 self._collect_until(self._depth, outputs)
             ready = self._ready()
             if ready:
                 self._launch_round(ready)
                 self._collect_until(self._depth, outputs)
-            elif chunk is None and self._flights:
+            elif not chunks and self._flights:
                 self._collect(outputs)
+            self._clear_left()
         self.stats.steps += 1
         if self.agreement:
             self.agreement.end_step(compare=self._waits_for_each or not self.scheduler.has_work)
@@ -212,22 +220,24 @@ class Engine:
         return self._depth == 0
 
     def _admit(self) -> None:
-        for sequence in self.scheduler.admit():
-            request = sequence.request
-            self.runner.occupy(sequence.slot, request, sequence.limit, sequence.blocks)
-            self._num_watched += sequence.is_watched
+        admitted = self.scheduler.admit()
+        if admitted:
+            self.runner.occupy(admitted)
+            self._num_watched += sum(sequence.is_watched for sequence in admitted)
 
     def _ready(self) -> list[Running]:
         """Running requests that a round can give something: each launch that is out gives them a token or more."""
         return [s for s in self.scheduler.running if s.length + s.in_flight < s.limit]
 
-    def _launch_chunk(self, chunk: Chunk) -> None:
-        sequence, rows, began = chunk.sequence, chunk.end - chunk.start, time.perf_counter()
-        result = self.steps.prefill(sequence.slot, chunk.start, rows, is_last=chunk.is_last)
-        self._flights.append(Flight(self.steps.launched - 1, [sequence], result, began, chunk))
-        sequence.in_flight += chunk.is_last
-        self.stats.prompt_tokens += rows
-        self.scheduler.chunk_done(chunk)
+    def _launch_chunks(self, chunks: list[Chunk]) -> None:
+        began = time.perf_counter()
+        result = self.steps.prefill(chunks)
+        sequences = [chunk.sequence for chunk in chunks]
+        self._flights.append(Flight(self.steps.launched - 1, sequences, result, began, chunks))
+        for chunk in chunks:
+            chunk.sequence.in_flight += chunk.is_last
+            self.stats.prompt_tokens += chunk.rows
+        self.scheduler.chunks_done(chunks)
 
     def _launch_round(self, sequences: list[Running]) -> None:
         began = time.perf_counter()
@@ -247,31 +257,35 @@ class Engine:
         if self.agreement and not self._waits_for_each:
             self.agreement.note_record(record)
         if isinstance(flight.result, PrefillResult):
-            self._collect_chunk(flight, flight.result, record, outputs)
+            self._collect_chunks(flight, flight.result, record, outputs)
         else:
             self._collect_round(flight, flight.result, record, outputs)
 
-    def _collect_chunk(
+    def _collect_chunks(
         self, flight: Flight, result: PrefillResult, record: RoundRecord, outputs: list[RequestOutput]
     ) -> None:
-        (sequence,), chunk = flight.sequences, flight.chunk
-        assert chunk is not None
         if self.agreement and self._waits_for_each:
             self.agreement.note_states(result.states)
-            self.agreement.note_tokens(*[result.token] if chunk.is_last else [])
-        sequence.in_flight -= chunk.is_last
-        if sequence.status is SequenceStatus.FINISHED:
-            return
-        self.stats.add_chunk_time(record.stamps_ns[2], time.perf_counter() - flight.launched_at)
-        if sequence.recorder:
-            rows = chunk.end - chunk.start
-            states = {name: state[0, :rows] for name, state in result.states.items()}
-            # All rows of the launch: another number of them might need another kernel.
-            with torch.inference_mode():
-                logits = self.target.logits(result.last[0])
-            sequence.recorder.add(states, result.last[0, :rows], logits[:rows])
-        if chunk.is_last:
-            outputs.append(self._deliver(sequence, record.requests[0].tokens, result.logits[0]))
+            last = [c for c, chunk in enumerate(flight.chunks) if chunk.is_last]
+            self.agreement.note_tokens(*[result.token[c] for c in last])
+        counted = False
+        for c, (chunk, news) in enumerate(zip(flight.chunks, record.requests, strict=True)):
+            sequence = chunk.sequence
+            sequence.in_flight -= chunk.is_last
+            if sequence.status is SequenceStatus.FINISHED:
+                continue
+            if not counted:
+                counted = True
+                self.stats.add_chunk_time(record.stamps_ns[2], time.perf_counter() - flight.launched_at)
+            if sequence.recorder:
+                states = {name: state[c, : chunk.rows] for name, state in result.states.items()}
+                # All rows of the launch: another number of them might need another kernel.
+                with torch.inference_mode():
+                    logits = self.target.logits(result.last[c])
+                sequence.recorder.add(states, result.last[c, : chunk.rows], logits[: chunk.rows])
+            if chunk.is_last:
+                logits = result.logits[c] if self._num_watched else None
+                outputs.append(self._deliver(sequence, news.tokens, logits))
 
     def _collect_round(
         self, flight: Flight, result: RoundResult, record: RoundRecord, outputs: list[RequestOutput]
@@ -282,6 +296,7 @@ class Engine:
             if result.proposal is not None:
                 self.agreement.note_drafts(result.proposal.tokens)
         num_steps, counted = self.config.num_steps, False
+        counts = self.stats.counts(num_steps)
         for b, (sequence, news) in enumerate(zip(flight.sequences, record.requests, strict=True)):
             sequence.in_flight -= 1
             if sequence.status is SequenceStatus.FINISHED:
@@ -293,8 +308,7 @@ class Engine:
             if sequence.recorder:
                 _record(sequence.recorder, result, b, news.accepted)
             output = self._deliver(sequence, news.tokens, result.logits[b] if self._num_watched else None)
-            ended = output.finish_reason is not None
-            self.stats.counts(num_steps).add(news.accepted, news.num_valid < num_steps, ends_request=ended)
+            counts.add(news.accepted, news.num_valid < num_steps, output.finish_reason is not None)
             outputs.append(output)
 
     def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor | None) -> RequestOutput:
@@ -304,23 +318,29 @@ class Engine:
         """
         taken, finish_reason = sequence.append(tokens)
         self.stats.generated_tokens += len(taken)
-        request, logprobs, trace = sequence.request, None, None
+        request = sequence.request
+        output = RequestOutput(request.request_id, taken, finish_reason)
         if request.params.logprobs is not None:
             assert logits is not None
-            logprobs = _logprobs(logits[: len(taken)], taken, request.params.logprobs)
+            output.logprobs = _logprobs(logits[: len(taken)], taken, request.params.logprobs)
         if finish_reason:
             if sequence.recorder:
-                trace = sequence.recorder.finish(request.prompt_ids + sequence.output_ids)
+                output.trace = sequence.recorder.finish(request.prompt_ids + sequence.output_ids)
             self._release(sequence)
-        return RequestOutput(request.request_id, taken, finish_reason, logprobs, trace)
+        return output
 
     def _release(self, sequence: Running) -> None:
         if sequence.slot >= 0:
             self._num_watched -= sequence.is_watched
-            with self.steps.context():
-                self.runner.table.clear(sequence.slot)
+            self._left_slots.append(sequence.slot)
         self.scheduler.finish(sequence)
         del self._sequences[sequence.request.request_id]
+
+    def _clear_left(self) -> None:
+        """Clears the rows of requests that have ended: all of a step at once, before somebody else moves in."""
+        if self._left_slots:
+            self.runner.table.clear(self._left_slots)
+            self._left_slots.clear()
 
 
 def _record(recorder: TraceRecorder, result: RoundResult, b: int, accepted: int) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,14 +29,14 @@ class Flight:
         sequences: whom it serves; some may end before it is read.
         result: where its tensors lie until the next launch of the same size.
         launched_at: by `time.perf_counter`.
-        chunk: of a prompt; None for a round.
+        chunks: of prompts, one a sequence; none for a round.
     """
 
     entry: int
     sequences: list[Sequence]
     result: RoundResult | PrefillResult
     launched_at: float
-    chunk: Chunk | None = None
+    chunks: list[Chunk] = field(default_factory=list)
 
 
 def wait_for(

@@ -1,15 +1,48 @@
 """The state of running requests on the device: preallocated tensors, one row a request slot."""
 
+import itertools
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from slipstream.engine.block_manager import DUMMY_BLOCK
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.sequence import Sequence as Running
 from slipstream.kernels.sampling import RowParams, SamplingBatch
 
 # Rows of `RequestTable._scalars`, in this order; top_p stands in its bits.
 _NUM_SCALARS = 7
+
+
+@dataclass(frozen=True)
+class Occupant:
+    """A request that moves in. Its whole prompt is committed; prefill brings it into the caches.
+
+    Args:
+        slot: a free one.
+        prompt_ids: the prompt.
+        limit: most committed tokens.
+        blocks: its KV blocks.
+        params: its sampling parameters, seed drawn; None: greedy.
+        choice: its choice index.
+    """
+
+    slot: int
+    prompt_ids: list[int]
+    limit: int
+    blocks: list[int]
+    params: RowParams | None = None
+    choice: int = 0
+
+    @classmethod
+    def of(cls, sequence: Running) -> "Occupant":
+        """An admitted request."""
+        request = sequence.request
+        return cls(
+            sequence.slot, request.prompt_ids, sequence.limit, sequence.blocks, request.params, request.choice_index
+        )
 
 
 class RequestTable:
@@ -56,49 +89,44 @@ class RequestTable:
         self.top_p = self._scalars[6].view(torch.float64)
         self.top_p.fill_(1.0)
 
-    def occupy(
-        self,
-        slot: int,
-        prompt_ids: list[int],
-        limit: int,
-        blocks: list[int],
-        params: RowParams | None = None,
-        choice: int = 0,
-    ) -> None:
-        """A request moves in. Its whole prompt is committed; prefill brings it into the caches.
+    def occupy(self, occupants: Sequence[Occupant]) -> None:
+        """Requests move in.
 
-        Args:
-            slot: a free one.
-            prompt_ids: the prompt.
-            limit: most committed tokens.
-            blocks: its KV blocks.
-            params: its sampling parameters, seed drawn; None: greedy.
-            choice: its choice index.
-
-        One copy to the device, which waits for nothing; what is in flight there keeps running.
+        One copy to the device and a few writes there for all of them, which wait for nothing; what is in flight keeps
+        running.
         """
-        padded = blocks + [DUMMY_BLOCK] * (self.block_table.shape[1] - len(blocks))
-        sampling = _pack(params, choice)
-        packed = self._to_device([len(prompt_ids), limit, 0, *sampling, *padded, *prompt_ids])
-        sizes = (_NUM_SCALARS, 1, len(padded), len(prompt_ids))
-        scalars, temperature, block_row, prompt = packed.split(sizes)
-        self._scalars[:, slot] = scalars
-        self.temperature[slot] = temperature.view(torch.float64)[0]
-        self.block_table[slot] = block_row
-        self.tokens[slot, : len(prompt_ids)] = prompt
+        width, count = self.block_table.shape[1], len(occupants)
+        rows: list[int] = []
+        for one in occupants:
+            rows += one.slot, len(one.prompt_ids), one.limit, 0, *_pack(one.params, one.choice)
+            rows += one.blocks
+            rows += [DUMMY_BLOCK] * (width - len(one.blocks))
+        lengths = torch.tensor([len(one.prompt_ids) for one in occupants])  # [n]
+        total = int(lengths.sum())
+        owners = torch.repeat_interleave(torch.tensor([one.slot for one in occupants]), lengths)  # [n] -> [T]
+        places = torch.arange(total) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)  # [T]
+        prompts = torch.tensor(list(itertools.chain.from_iterable(one.prompt_ids for one in occupants)))  # [T]
+        packed = self._to_device(torch.cat((torch.tensor(rows), owners, places, prompts)))
+        table, owners, places, prompts = packed.split((len(rows), total, total, total))
+        columns = table.view(count, -1).T  # [n, 1 + 7 + 1 + blocks] -> [1 + 7 + 1 + blocks, n]
+        slots, temperature = columns[0], columns[1 + _NUM_SCALARS].contiguous()
+        self._scalars[:, slots] = columns[1 : 1 + _NUM_SCALARS]
+        self.temperature[slots] = temperature.view(torch.float64).float()
+        self.block_table[slots] = columns[2 + _NUM_SCALARS :].T
+        self.tokens[owners, places] = prompts
 
     def sampling(self, slots: torch.Tensor) -> SamplingBatch:
         """The sampling parameters of the requests at `slots` [B] int64, read when a step uses them."""
         return SamplingBatch(self.temperature, self.top_k, self.top_p, self.seed, self.choice, slots=slots)
 
-    def clear(self, slot: int) -> None:
-        """A request moves out; a stale row must not point at blocks that are somebody else's by now."""
-        self._scalars[:3, slot] = 0  # length, limit, fresh
-        self.block_table[slot] = DUMMY_BLOCK
+    def clear(self, slots: list[int]) -> None:
+        """Requests move out; a stale row must not point at blocks that are somebody else's by now."""
+        index = self._to_device(torch.tensor(slots, dtype=torch.int64))
+        self._scalars[:3].index_fill_(1, index, 0)  # length, limit, fresh
+        self.block_table.index_fill_(0, index, DUMMY_BLOCK)
 
-    def _to_device(self, values: list[int]) -> torch.Tensor:
+    def _to_device(self, host: torch.Tensor) -> torch.Tensor:
         """[n] int64 on the table's device. From pinned memory, whose allocator keeps it until the copy is done."""
-        host = torch.tensor(values, dtype=torch.int64)
         if not self.tokens.is_cuda:
             return host
         return host.pin_memory().to(self.tokens.device, non_blocking=True)

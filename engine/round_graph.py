@@ -1,4 +1,4 @@
-"""Steps that are captured once and replayed: one graph for each batch size of a round and each length of a chunk.
+"""Steps that are captured once and replayed: one graph for each batch size of a round, and of chunks of each length.
 
 A captured step reads its inputs from buffers that stay where they are, and its outputs lie where the capture put them.
 So a replay is one call: nothing is looked up, allocated or compiled. Batches between two sizes are filled up with the
@@ -20,11 +20,13 @@ import torch
 from slipstream.engine.compile_count import COMPILES
 from slipstream.engine.config import MAX_ROUNDS_IN_FLIGHT
 from slipstream.engine.runner import PrefillResult, RoundResult, Runner
+from slipstream.engine.scheduler import Chunk
 
 Result = TypeVar("Result")
 # Runs before a capture: the first compiles kernels, the second finds out whether everything is there.
 WARM_UP_RUNS = 2
 NAP_SECONDS = 100e-6
+CHUNK_FACTS = 4  # slot, start, rows, is_last
 
 
 class Steps(Protocol):
@@ -45,8 +47,8 @@ class Steps(Protocol):
     def round(self, slots: list[int]) -> RoundResult:
         """A round of the requests at `slots`; row b of the result is the request at slots[b]."""
 
-    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
-        """Positions start..start + rows - 1 of the prompt at `slot`; the first `rows` rows of the result are theirs."""
+    def prefill(self, chunks: list[Chunk]) -> PrefillResult:
+        """Chunks of prompts, one a request; row c of the result is chunks[c], its first rows are the chunk's own."""
 
 
 class EagerSteps:
@@ -71,10 +73,10 @@ class EagerSteps:
         self.launched += 1
         return self.runner.round(self._slots[1])
 
-    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
-        chunk = torch.tensor([slot, start, rows, is_last], device=self.runner.device)
+    def prefill(self, chunks: list[Chunk]) -> PrefillResult:
+        inputs = torch.tensor(_facts(chunks), device=self.runner.device).view(-1, CHUNK_FACTS)  # [C * 4] -> [C, 4]
         self.launched += 1
-        return self.runner.prefill(chunk, rows)
+        return self.runner.prefill(inputs, max(chunk.rows for chunk in chunks))
 
 
 @dataclass
@@ -82,8 +84,8 @@ class Captured(Generic[Result]):
     """One captured step.
 
     Args:
-        size: requests of a round, rows of a chunk.
-        inputs: int64, what it reads: slots [size] of a round, (slot, start, rows, is_last) of a chunk.
+        size: requests.
+        inputs: int64, what it reads: slots [size] of a round, (slot, start, rows, is_last) [size, 4] of chunks.
         replay: runs it on what `inputs` holds.
         result: where its outputs lie.
         values: what `inputs` holds, as far as the host has queued it.
@@ -130,7 +132,7 @@ class RecordedGraphs:
         return nullcontext()
 
     def write(self, inputs: torch.Tensor, values: list[int]) -> None:
-        inputs.copy_(torch.tensor(values))
+        inputs.view(-1).copy_(torch.tensor(values))
 
     def finish(self) -> None:
         pass
@@ -168,7 +170,7 @@ class CudaGraphs:
         row = self._staging[self._next, : len(values)]
         self._next = (self._next + 1) % len(self._staging)
         row.copy_(torch.tensor(values))
-        inputs.copy_(row, non_blocking=True)
+        inputs.view(-1).copy_(row, non_blocking=True)
 
     def finish(self) -> None:
         while not self.stream.query():  # a kernel may wait for another rank: its death, a signal, is heard meanwhile
@@ -198,7 +200,7 @@ class GraphSteps:
         self.runner, self.graphs, self.launched, self.captures = runner, graphs, 0, 0
         self.seconds = StartSeconds()
         self.rounds: list[Captured[RoundResult]] = []  # by size, ascending
-        self.chunks: list[Captured[PrefillResult]] = []
+        self.chunks: dict[int, list[Captured[PrefillResult]]] = {}  # rows of a request -> by requests; both ascending
         self._round_of: list[Captured[RoundResult]] = []  # [n]: what runs n requests
 
     def prepare(self) -> None:
@@ -209,22 +211,25 @@ class GraphSteps:
             COMPILES.install()
         self.graphs.finish()
         with self.context():
-            for size in reversed(config.row_buckets):
-                chunk = torch.tensor([dummy, 0, 1, 0], device=runner.device)
-                captured = self._capture(size, chunk, lambda inputs, size: runner.prefill(inputs, size))
-                self.chunks.insert(0, captured)
+            for bucket in reversed(config.prefill_buckets):
+                rows = bucket.rows
+                of_rows: list[Captured[PrefillResult]] = []
+                for size in reversed(bucket.batches):
+                    chunks = torch.tensor([self._nobody] * size, device=runner.device)  # [size, 4]
+                    of_rows.insert(0, self._capture(chunks, lambda inputs, rows=rows: runner.prefill(inputs, rows)))
+                self.chunks = {rows: of_rows, **self.chunks}
                 if runner.device.type == "cuda":  # a trace asks for the logits of all rows: compiled now, if at all
                     with torch.inference_mode():
-                        runner.target.logits(captured.result.last[0])
+                        runner.target.logits(of_rows[0].result.last[0])
             for size in reversed(config.batch_buckets):
                 slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
-                self.rounds.insert(0, self._capture(size, slots, lambda inputs, _: runner.round(inputs)))
+                self.rounds.insert(0, self._capture(slots, runner.round))
         sizes = iter(self.rounds)
-        bucket = next(sizes)
-        self._round_of = [bucket]
+        fits = next(sizes)
+        self._round_of = [fits]
         for n in range(1, config.max_running_requests + 1):
-            bucket = bucket if n <= bucket.size else next(sizes)
-            self._round_of.append(bucket)
+            fits = fits if n <= fits.size else next(sizes)
+            self._round_of.append(fits)
         self.graphs.finish()
         self.launched = int(runner.ring.counter)
 
@@ -241,9 +246,11 @@ class GraphSteps:
         self.launched += 1
         return bucket.result
 
-    def prefill(self, slot: int, start: int, rows: int, *, is_last: bool) -> PrefillResult:
-        bucket = next(chunk for chunk in self.chunks if chunk.size >= rows)
-        self.graphs.write(bucket.inputs, [slot, start, rows, int(is_last)])
+    def prefill(self, chunks: list[Chunk]) -> PrefillResult:
+        most = max(chunk.rows for chunk in chunks)
+        of_rows = next(captured for rows, captured in self.chunks.items() if rows >= most)
+        bucket = next(captured for captured in of_rows if captured.size >= len(chunks))
+        self.graphs.write(bucket.inputs, _facts(chunks) + self._nobody * (bucket.size - len(chunks)))
         bucket.replay()
         self.launched += 1
         return bucket.result
@@ -251,27 +258,31 @@ class GraphSteps:
     def describe(self) -> dict[str, Any]:
         return {
             "batches": [one.size for one in self.rounds],
-            "prefill_rows": [one.size for one in self.chunks],
+            "prefill_rows": list(self.chunks),
+            "prefill_requests": max(one.size for of_rows in self.chunks.values() for one in of_rows),
             "num_steps": self.runner.config.num_steps,
             "captures": self.captures,
             "warm_up_seconds": round(self.seconds.warm_up, 3),
             "capture_seconds": round(self.seconds.capture, 3),
         }
 
-    def _capture(
-        self, size: int, inputs: torch.Tensor, function: Callable[[torch.Tensor, int], Result]
-    ) -> Captured[Result]:
+    @property
+    def _nobody(self) -> list[int]:
+        """A chunk that stands for nobody: one row of the dummy slot."""
+        return [self.runner.table.dummy_slot, 0, 1, 0]
+
+    def _capture(self, inputs: torch.Tensor, function: Callable[[torch.Tensor], Result]) -> Captured[Result]:
         began = time.perf_counter()
         for _ in range(WARM_UP_RUNS):
-            function(inputs, size)
+            function(inputs)
         self.graphs.finish()
         warm = time.perf_counter()
-        replay, result = self.graphs.capture(lambda: function(inputs, size))
+        replay, result = self.graphs.capture(lambda: function(inputs))
         self.captures += 1
         self.graphs.finish()
         self.seconds.warm_up += warm - began
         self.seconds.capture += time.perf_counter() - warm
-        return Captured(size, inputs, replay, result)
+        return Captured(len(inputs), inputs, replay, result)
 
 
 def make_steps(runner: Runner) -> Steps:
@@ -281,8 +292,14 @@ def make_steps(runner: Runner) -> Steps:
         return EagerSteps(runner)
     graphs: Graphs = RecordedGraphs()
     if runner.device.type == "cuda":
-        graphs = CudaGraphs(max(4, config.max_running_requests))
+        most = max(bucket.most_requests for bucket in config.prefill_buckets)
+        graphs = CudaGraphs(max(CHUNK_FACTS * most, config.max_running_requests))
     return GraphSteps(runner, graphs)
+
+
+def _facts(chunks: list[Chunk]) -> list[int]:
+    """What `Runner.prefill` reads of each, one after the other."""
+    return [fact for c in chunks for fact in (c.sequence.slot, c.start, c.rows, int(c.is_last))]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

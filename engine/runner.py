@@ -20,11 +20,11 @@ from slipstream.engine.config import MAX_ROUNDS_IN_FLIGHT, EngineConfig
 from slipstream.engine.kv_room import allocate_caches
 from slipstream.engine.models import TargetModel, TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal, Proposer
-from slipstream.engine.request_table import RequestTable
-from slipstream.engine.sequence import Request
+from slipstream.engine.request_table import Occupant, RequestTable
+from slipstream.engine.sequence import Sequence as Running
 from slipstream.kernels.round_ops import commit_first, commit_round, draft_rows, verify_rows
 from slipstream.kernels.round_ring import RoundRing
-from slipstream.kernels.row_copies import store_features
+from slipstream.kernels.row_copies import select_last, store_features
 from slipstream.kernels.sampling import sample
 
 # Entries of the ring: more than there can be launches out, as a step launches a chunk and a round.
@@ -33,7 +33,10 @@ RING_DEPTH = 2 * MAX_ROUNDS_IN_FLIGHT + 4
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """last [1, R, h]: slot N; states: slot name -> [1, R, h]; logits [1, 1, V], token [1, 1]: of the last real row."""
+    """Of C requests, a chunk each.
+
+    last [C, R, h]: slot N; states: slot name -> [C, R, h]; logits [C, 1, V], token [C, 1]: of each chunk's last row.
+    """
 
     last: torch.Tensor
     states: Mapping[str, torch.Tensor]
@@ -98,41 +101,43 @@ class Runner:
         self.ring = RoundRing.allocate(RING_DEPTH, config.max_running_requests, config.num_steps, self.device)
         self.row_offsets = torch.arange(config.row_buckets[-1], device=self.device)  # 0.., the rows of a chunk
 
-    def occupy(self, slot: int, request: Request, limit: int, blocks: list[int]) -> None:
-        """A request moves into `slot`; `limit`: most committed tokens; `blocks`: its KV blocks."""
-        self.table.occupy(slot, request.prompt_ids, limit, blocks, request.params, request.choice_index)
+    def occupy(self, sequences: Sequence[Running]) -> None:
+        """Admitted requests move into their slots."""
+        self.table.occupy([Occupant.of(sequence) for sequence in sequences])
         if self.proposer:
-            self.proposer.begin(slot, request.request_id)
+            for sequence in sequences:
+                self.proposer.begin(sequence.slot, sequence.request.request_id)
 
     @torch.inference_mode()
     def forward_prompt(self, slots: torch.Tensor, positions: torch.Tensor) -> TargetOutput:
-        """Brings positions [1, R] (-1: padding) of the prompt at `slots` [1] into the cache: states [1, R, h]."""
+        """Brings positions [C, R] (-1: padding) of the prompts at `slots` [C] into the cache: states [C, R, h]."""
         table = self.table
-        token_ids = table.tokens[slots[:, None], positions.clamp(min=0)]  # [1, R]
+        token_ids = table.tokens[slots[:, None], positions.clamp(min=0)]  # [C, R]
         kv = self.cache.view(table.block_table[slots], prefill=True)
         return self.target(token_ids, positions, kv, self.capture)
 
     @torch.inference_mode()
-    def prefill(self, chunk: torch.Tensor, num_rows: int) -> PrefillResult:
-        """Runs one chunk of a prompt; with its last position, also commits the first new token.
+    def prefill(self, chunks: torch.Tensor, num_rows: int) -> PrefillResult:
+        """Runs one chunk of each of C prompts; with a prompt's last position, also commits its first new token.
 
         The draft takes in every slot but the prompt's last: that one embeds the first new token, so the first round
         takes it in.
 
         Args:
-            chunk: [4] int64: request slot, first position, rows, and whether the prompt ends with it (1 or 0).
-            num_rows: rows that are run (R); those behind the chunk's own are padding.
+            chunks: [C, 4] int64: request slot, first position, rows, and whether the prompt ends with it (1 or 0). The
+                table's dummy slot stands for nobody.
+            num_rows: rows that are run of each (R); those behind a chunk's own are padding.
         """
         table = self.table
-        slots, start, rows, is_last = chunk.split(1)  # [4] -> 4 x [1]
+        slots, start, rows, is_last = chunks.T.contiguous().unbind()  # [C, 4] -> 4 x [C]
         offsets = self.row_offsets[:num_rows]
-        positions = torch.where(offsets < rows, start + offsets, -1)[None]  # [R] -> [1, R]
+        positions = torch.where(offsets < rows[:, None], start[:, None] + offsets, -1)  # [R], [C] -> [C, R]
         out = self.forward_prompt(slots, positions)
         if self.proposer and self.feature_plan.slots:
             names = self.feature_plan.names
             store_features([out.states[n].flatten(0, 1) for n in names], table.features, slots, rows - 1)
         if self.proposer:
-            absorbed = torch.where(offsets < rows - is_last, positions, -1)  # [1, R]
+            absorbed = torch.where(offsets < (rows - is_last)[:, None], positions, -1)  # [C, R]
             self.proposer.absorb(
                 DraftBatch(
                     slots,
@@ -143,8 +148,9 @@ class Runner:
                     table.sampling(slots),
                 )
             )
-        logits = self.target.logits(out.last.index_select(1, rows - 1))  # [1, R, h] -> [1, 1, h] -> [1, 1, V]
-        token = sample(logits, table.sampling(slots), (start + rows)[None])  # [1, 1]
+        last = select_last(out.last, rows - 1)[:, None]  # [C, R, h] -> [C, 1, h]
+        logits = self.target.logits(last)  # [C, 1, V]
+        token = sample(logits, table.sampling(slots), (start + rows)[:, None])  # [C, 1]
         commit_first(table, slots, token, is_last, self.ring)
         return PrefillResult(out.last, out.states, logits, token)
 
@@ -209,7 +215,7 @@ def capture_states(
         max_running_requests=1, max_context_tokens=length + 1, prefill_chunk_tokens=prefill_chunk_tokens
     )
     runner = Runner(target, config, None, slots)
-    runner.table.occupy(0, list(token_ids), length + 1, list(range(1, config.total_blocks)))
+    runner.table.occupy([Occupant(0, list(token_ids), length + 1, list(range(1, config.total_blocks)))])
     slot, positions = torch.tensor([0], device=runner.device), torch.arange(length, device=runner.device)
     chunks = [runner.forward_prompt(slot, part[None]) for part in positions.split(prefill_chunk_tokens)]
     states = {slot_name(s): torch.cat([c.states[slot_name(s)][0] for c in chunks]) for s in slots}  # [T, h]

@@ -1,9 +1,11 @@
 """Who runs next: admission, prefill chunks, decode rounds."""
 
 from collections import deque
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
 from slipstream.engine.block_manager import BlockManager
+from slipstream.engine.config import PrefillBucket
 from slipstream.engine.sequence import Sequence, SequenceStatus
 
 
@@ -14,6 +16,10 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
+
+    @property
+    def rows(self) -> int:
+        return self.end - self.start
 
     @property
     def is_last(self) -> bool:
@@ -28,13 +34,22 @@ class Scheduler:
         blocks: the KV blocks.
         prefill_chunk: tokens a chunk.
         lookahead: positions beyond a request's limit that a round may touch (K + 1).
+        buckets: rows of a prefill launch, ascending, and how many requests it takes.
 
     A request is admitted, in order of arrival, when a slot and blocks for its worst case are free: then it can always
     run to its end, and nothing is ever preempted.
     """
 
-    def __init__(self, num_slots: int, blocks: BlockManager, prefill_chunk: int, lookahead: int) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        blocks: BlockManager,
+        prefill_chunk: int,
+        lookahead: int,
+        buckets: Sized[PrefillBucket] | None = None,
+    ) -> None:
         self.blocks, self.prefill_chunk, self.lookahead = blocks, prefill_chunk, lookahead
+        self.buckets = buckets or (PrefillBucket(prefill_chunk, 1),)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -59,22 +74,36 @@ class Scheduler:
             admitted.append(sequence)
         return admitted
 
-    def next_chunk(self) -> Chunk | None:
-        """The next piece of prompt, of the sequence that was admitted first."""
-        if not self.prefilling:
-            return None
-        sequence = self.prefilling[0]
-        start = sequence.num_prefilled
-        end = min((start // self.prefill_chunk + 1) * self.prefill_chunk, sequence.num_prompt)
-        return Chunk(sequence, start, end)
+    def next_chunks(self) -> list[Chunk]:
+        """The next pieces of prompts, a sequence's one each, for one launch: first that of the sequence admitted first.
 
-    def chunk_done(self, chunk: Chunk) -> None:
-        """Notes a chunk; a sequence whose prompt is through runs from now on."""
-        chunk.sequence.num_prefilled = chunk.end
-        if chunk.is_last:
-            self.prefilling.remove(chunk.sequence)
-            chunk.sequence.status = SequenceStatus.RUNNING
-            self.running.append(chunk.sequence)
+        Others come along whose pieces need as many rows, by the buckets: padding then costs less than half of them.
+        """
+        chunks: list[Chunk] = []
+        bucket = self.buckets[0]
+        for sequence in self.prefilling:
+            chunk = self._next_chunk(sequence)
+            own = next(one for one in self.buckets if one.rows >= chunk.rows)
+            if not chunks:
+                bucket = own
+            if own is bucket:
+                chunks.append(chunk)
+                if len(chunks) == bucket.most_requests:
+                    break
+        return chunks
+
+    def chunks_done(self, chunks: list[Chunk]) -> None:
+        """Notes chunks; a sequence whose prompt is through runs from now on."""
+        for chunk in chunks:
+            chunk.sequence.num_prefilled = chunk.end
+            if chunk.is_last:
+                self.prefilling.remove(chunk.sequence)
+                chunk.sequence.status = SequenceStatus.RUNNING
+                self.running.append(chunk.sequence)
+
+    def _next_chunk(self, sequence: Sequence) -> Chunk:
+        start = sequence.num_prefilled
+        return Chunk(sequence, start, min((start // self.prefill_chunk + 1) * self.prefill_chunk, sequence.num_prompt))
 
     def finish(self, sequence: Sequence) -> None:
         """Takes a sequence out, wherever it stands, and its slot and blocks back."""

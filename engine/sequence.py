@@ -35,7 +35,7 @@ class TokenLogprob:
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # one a request and round: not frozen, which costs three times as much to make
 class RequestOutput:
     """What one step gave one request.
 
@@ -70,12 +70,12 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
-@dataclass(eq=False)  # two requests are never the same one, whatever they hold
+@dataclass(eq=False, slots=True)  # two requests are never the same one, whatever they hold
 class Sequence:
     """Host state of a request. `slot` is its row in the request table, `blocks` its KV blocks, both while admitted.
 
     `limit` is the most tokens, prompt included, that it may have: max_tokens or the context's end. `in_flight` counts
-    the launches that are out and will give it a token or more.
+    the launches that are out and will give it a token or more. `length` counts committed tokens, prompt included.
     """
 
     request: Request
@@ -88,31 +88,28 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     recorder: TraceRecorder | None = None
     in_flight: int = 0
+    num_prompt: int = field(init=False)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt = self.length = len(self.request.prompt_ids)
 
     @property
     def is_watched(self) -> bool:
         """More is read of its rounds than the tokens."""
         return self.recorder is not None or self.request.params.logprobs is not None
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
-    def length(self) -> int:
-        """Committed tokens, prompt included."""
-        return self.num_prompt + len(self.output_ids)
-
     def append(self, token_ids: list[int]) -> tuple[list[int], str | None]:
         """Takes the tokens of a round up to the first stop token or the limit: (taken, finish reason or None).
 
         A stop token within the limit wins over the limit; what lies behind either is dropped.
         """
-        taken: list[int] = []
-        for token in token_ids[: self.limit - self.length]:
-            taken.append(token)
-            if token in self.stop_ids:
-                self.output_ids += taken
-                return taken, "stop"
+        taken, reason = token_ids[: self.limit - self.length], None
+        if not self.stop_ids.isdisjoint(taken):
+            first = next(i for i, token in enumerate(taken) if token in self.stop_ids)
+            taken, reason = taken[: first + 1], "stop"
         self.output_ids += taken
-        return taken, "length" if self.length >= self.limit else None
+        self.length += len(taken)
+        if reason is None and self.length >= self.limit:
+            reason = "length"
+        return taken, reason

@@ -58,11 +58,11 @@ def one_round(num_steps: int = 3, batch: int = 1) -> None:
         made.round(torch.zeros(batch, dtype=torch.int64, device="meta"))
 
 
-def one_chunk(num_steps: int = 3, rows: int = 64) -> None:
-    """Launches one prefill chunk."""
-    made = runner(num_steps, 1)
+def one_chunk(num_steps: int = 3, rows: int = 64, batch: int = 1) -> None:
+    """Launches one prefill chunk of each of `batch` requests."""
+    made = runner(num_steps, batch)
     with as_on_a_card(), torch.inference_mode():
-        made.prefill(torch.zeros(4, dtype=torch.int64, device="meta"), rows)
+        made.prefill(torch.zeros(batch, 4, dtype=torch.int64, device="meta"), rows)
 
 
 def rounds() -> None:
@@ -70,3 +70,4 @@ def rounds() -> None:
     for batch in (1, 16):
         one_round(3, batch)
     one_chunk(3, 256)
+    one_chunk(3, 128, 4)

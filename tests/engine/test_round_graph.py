@@ -11,6 +11,7 @@ import torch
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.round_graph import RecordedGraphs
 from slipstream.engine.sampling_params import SamplingParams
@@ -73,6 +74,19 @@ def test_buckets_end_with_the_largest_batch_and_chunk():
     assert EngineConfig(prefill_chunk_tokens=256, max_context_tokens=40).row_buckets == (32, 40)
 
 
+def test_prefill_launches_take_more_requests_the_fewer_rows_each_has():
+    def most(**sizes) -> list[tuple[int, int]]:
+        return [(bucket.rows, bucket.most_requests) for bucket in EngineConfig(**sizes).prefill_buckets]
+
+    assert most(device="cuda", max_running_requests=64) == [(32, 8), (64, 8), (128, 8), (256, 4)]
+    assert most(device="cuda", max_running_requests=6, prefill_chunk_tokens=64) == [(32, 6), (64, 6)]
+    assert most(device="cuda", prefill_chunk_tokens=2048)[-2:] == [(1024, 1), (2048, 1)]
+    assert most(max_running_requests=64, prefill_chunk_tokens=64) == [(32, 1), (64, 1)]
+    assert EngineConfig(device="cuda", max_running_requests=6).prefill_buckets[0].batches == (1, 2, 4, 6)
+    with pytest.raises(SlipstreamError, match="prefill_requests = 0"):
+        EngineConfig(prefill_requests=0)
+
+
 @pytest.mark.parametrize("rounds_in_flight", [0, 1, 2])
 @pytest.mark.parametrize(
     ("kind", "num_steps"),
@@ -110,28 +124,35 @@ def _seen(one: Engine) -> list[dict[str, torch.Tensor]]:
         seen.append({name: tensor[:n].clone() for name, tensor in tensors.items()})
         return result
 
-    def prefill(slot, start, rows, *, is_last):
-        result = launch_chunk(slot, start, rows, is_last=is_last)
-        seen.append({name: state[:, :rows].clone() for name, state in {**result.states, "last": result.last}.items()})
-        seen.append({"logits": result.logits.clone(), "token": result.token.clone()})
+    def prefill(chunks):
+        result, n = launch_chunk(chunks), len(chunks)
+        for c, chunk in enumerate(chunks):
+            states = {**result.states, "last": result.last}
+            seen.append({name: state[c, : chunk.rows].clone() for name, state in states.items()})
+        seen.append({"logits": result.logits[:n].clone(), "token": result.token[:n].clone()})
         return result
 
     one.steps.round, one.steps.prefill = round_, prefill
     return seen
 
 
+@pytest.mark.parametrize("prefill_requests", [1, 3])
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_every_replay_equals_the_step_without_graphs(target, prompts, params, plain, draft, num_steps):
+def test_every_replay_equals_the_step_without_graphs(
+    target, prompts, params, plain, draft, num_steps, prefill_requests
+):
     """Bitwise and launch by launch: tokens, drafts, draft logits, captured slots, logits; requests come and go."""
     seen = []
     for graphs in (False, True):
         inner = Eagle3Proposer(draft, num_steps) if num_steps else None
         proposer = oracle(target, plain, num_steps, inner) if num_steps else None
-        one = engine(target, num_steps, proposer, capture_slots=(0, 3, 4), graphs=graphs)
+        sizes = {"graphs": graphs, "prefill_requests": prefill_requests}
+        one = engine(target, num_steps, proposer, capture_slots=(0, 3, 4), **sizes)
         seen.append(_seen(one))
         assert one.generate(prompts, params) == plain
     eager, replayed = seen
     assert len(eager) == len(replayed) > 20
+    assert max(len(launch.get("token", [])) for launch in replayed) == prefill_requests
     assert len({len(launch["start"]) for launch in replayed if "start" in launch}) == 3  # every batch size occurred
     for a, b in zip(eager, replayed, strict=True):
         assert a.keys() == b.keys()
@@ -162,7 +183,7 @@ def test_the_tests_see_a_buffer_that_is_not_refreshed(target, prompts, params, p
     write, written = RecordedGraphs.write, set()
 
     def stale(self, inputs, values):
-        if len(inputs) == 4 or inputs.data_ptr() not in written:  # chunks are right
+        if inputs.dim() == 2 or inputs.data_ptr() not in written:  # chunks are right
             written.add(inputs.data_ptr())
             write(self, inputs, values)
 
@@ -286,8 +307,6 @@ def test_the_warm_up_leaves_the_table_as_it_was(target, draft):
 
 
 def test_device_and_flights_out_of_range_are_refused():
-    from slipstream.engine.errors import SlipstreamError
-
     with pytest.raises(SlipstreamError, match="rounds_in_flight = 9"):
         EngineConfig(rounds_in_flight=9)
     with pytest.raises(SlipstreamError, match="device = 'tpu'"):

@@ -40,9 +40,10 @@ def test_a_round_waits_for_nothing(to_compile, launched, num_steps, batch):
     assert launched["_prefill"] == 0
 
 
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_a_chunk_waits_for_nothing(to_compile, launched, num_steps):
-    to_compile.one_chunk(num_steps, 64)
+def test_a_chunk_waits_for_nothing(to_compile, launched, num_steps, batch):
+    to_compile.one_chunk(num_steps, 64, batch)
     assert launched["_commit_kernel"] == 1
     assert launched["_norm_qkv_kernel"] == launched["_prefill"] == 2 + (num_steps > 0)
     assert launched["_decode"] == 0

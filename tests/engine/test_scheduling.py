@@ -3,6 +3,7 @@
 import pytest
 
 from slipstream.engine.block_manager import DUMMY_BLOCK, BlockManager
+from slipstream.engine.config import PrefillBucket
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.scheduler import Scheduler
@@ -35,14 +36,33 @@ def test_chunks_are_cut_at_absolute_multiples():
     scheduler.waiting.append(sequence(20, 24))
     (admitted,) = scheduler.admit()
     cuts = []
-    while (chunk := scheduler.next_chunk()) is not None:
+    while chunks := scheduler.next_chunks():
+        (chunk,) = chunks
         cuts.append((chunk.start, chunk.end, chunk.is_last))
-        scheduler.chunk_done(chunk)
+        scheduler.chunks_done(chunks)
     assert cuts == [(0, 8, False), (8, 16, False), (16, 20, True)]
     assert scheduler.running == [admitted]
     scheduler.finish(admitted)
     assert admitted.status is SequenceStatus.FINISHED
     assert scheduler.blocks.num_used == 0
+
+
+def test_chunks_of_the_same_bucket_share_a_launch():
+    buckets = (PrefillBucket(4, 3), PrefillBucket(8, 2))
+    scheduler = Scheduler(6, BlockManager(60, 4), prefill_chunk=8, lookahead=1, buckets=buckets)
+    scheduler.waiting.extend(sequence(n, 30) for n in (11, 3, 6, 8, 2, 4))
+    admitted = scheduler.admit()
+    launches = []
+    while chunks := scheduler.next_chunks():
+        launches.append([(admitted.index(c.sequence), c.start, c.end) for c in chunks])
+        scheduler.chunks_done(chunks)
+    assert launches == [
+        [(0, 0, 8), (2, 0, 6)],  # of the oldest's bucket, two at most
+        [(0, 8, 11), (1, 0, 3), (4, 0, 2)],  # its rest needs few rows: others that do come along
+        [(3, 0, 8)],  # the oldest now
+        [(5, 0, 4)],
+    ]
+    assert scheduler.running == [admitted[i] for i in (2, 0, 1, 4, 3, 5)]
 
 
 def test_admission_is_in_order_and_leaves_room_for_the_lookahead():
