@@ -27,9 +27,17 @@ class KVCache:
         shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
-    def view(self, block_table: torch.Tensor, prefill: bool = False) -> "PagedKV":
-        """block_table: [B, blocks_per_sequence] int64, of the requests of a step; prefill: its rows are prompts'."""
-        return PagedKV(self, block_table, prefill)
+    def view(
+        self, block_table: torch.Tensor, prefill: bool = False, write_index: torch.Tensor | None = None
+    ) -> "PagedKV":
+        """What a step reads and writes.
+
+        Args:
+            block_table: [B, blocks_per_sequence] int64, of the requests of a step.
+            prefill: its rows are prompts'.
+            write_index: [B * R] int64, cells of the step's rows, where they are known.
+        """
+        return PagedKV(self, block_table, prefill, write_index)
 
     def read(self, blocks: list[int], length: int) -> torch.Tensor:
         """Copy of the first `length` positions held by `blocks`: [layers, length, 2, kv_heads, head_dim]."""
@@ -39,12 +47,18 @@ class KVCache:
 
 @dataclass(frozen=True)
 class PagedKV:
-    """A cache, the block table [B, blocks_per_sequence] of the requests in a step, and whether it runs prompts."""
+    """A cache, and of a step: the block table [B, blocks_per_sequence] of its requests, whether it runs prompts, and
+    the cells [B * R] of its rows (None: to be worked out)."""
 
     cache: KVCache
     block_table: torch.Tensor
     prefill: bool = False
+    write_index: torch.Tensor | None = None
 
     def rows(self, positions: torch.Tensor) -> AttentionRows:
         """What every layer needs to know about rows at `positions` [B, R] (-1 marks padding)."""
+        if self.write_index is not None:
+            return AttentionRows(
+                self.block_table, positions, self.cache.block_size, self.write_index, prefill=self.prefill
+            )
         return plan_rows(self.block_table, positions, self.cache.block_size, self.prefill)

@@ -22,7 +22,7 @@ from slipstream.engine.models import TargetModel, TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal, Proposer
 from slipstream.engine.request_table import Occupant, RequestTable
 from slipstream.engine.sequence import Sequence as Running
-from slipstream.kernels.round_ops import commit_first, commit_round, draft_rows, verify_rows
+from slipstream.kernels.round_ops import Paging, commit_first, commit_round, draft_rows, verify_rows
 from slipstream.kernels.round_ring import RoundRing
 from slipstream.kernels.row_copies import select_last, store_features
 from slipstream.kernels.sampling import sample
@@ -158,17 +158,18 @@ class Runner:
     def round(self, slots: torch.Tensor) -> RoundResult:
         """One round of the requests at `slots` [B] int64; the table's dummy slot stands for nobody."""
         table, num_steps, clock = self.table, self.config.num_steps, self.ring.clock
-        block_table, sampling = table.block_table[slots], table.sampling(slots)  # [B, blocks]
-        proposal = None
+        sampling, proposal = table.sampling(slots), None
         if self.proposer and num_steps:
-            drafted = draft_rows(table, slots, num_steps, clock)
+            drafted = draft_rows(table, slots, num_steps, clock, table.block_table, table.features)
+            assert drafted.features is not None
+            assert drafted.block_table is not None
             proposal = self.proposer.propose(
                 DraftBatch(
                     slots,
                     drafted.token_ids,
-                    table.features[slots],  # [B, K + 1, F]
+                    drafted.features,  # [B, K + 1, F]
                     drafted.positions,
-                    block_table,
+                    drafted.block_table,  # [B, blocks]
                     sampling,
                     drafted.start,
                     drafted.num_valid,
@@ -176,8 +177,11 @@ class Runner:
                     drafted.chain_positions,
                 )
             )
-        rows = verify_rows(table, slots, None if proposal is None else proposal.tokens, num_steps, clock)
-        out = self.target(rows.token_ids, rows.positions, self.cache.view(block_table), self.capture)
+        drafts = None if proposal is None else proposal.tokens
+        rows = verify_rows(table, slots, drafts, num_steps, clock, Paging(table.block_table, self.cache.block_size))
+        assert rows.block_table is not None
+        kv = self.cache.view(rows.block_table, write_index=rows.write_index)
+        out = self.target(rows.token_ids, rows.positions, kv, self.capture)
         logits = self.target.logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V]
         tokens = sample(logits, sampling, rows.positions, 1)  # [B, K + 1], each for the position behind its row
         committed = commit_round(table, slots, rows, tokens, self.ring)

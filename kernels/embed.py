@@ -1,9 +1,10 @@
-"""Token ids to the residual stream, and a rank's part of that."""
+"""Token ids to the residual stream, with the angles of their positions, and a rank's part of that."""
 
 import torch
 import torch.nn.functional as F
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.rotary import rotary_rows
 from slipstream.kernels.stream import Stream
 
 
@@ -19,6 +20,24 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor) -> Stream:
 
         return gpu.embed(token_ids, table)
     return Stream(F.embedding(token_ids, table))
+
+
+def embed_at(
+    token_ids: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, angles: torch.Tensor
+) -> tuple[Stream, torch.Tensor, torch.Tensor]:
+    """`embed` and `rotary_rows` in one: (stream, cos [M, d], sin [M, d]).
+
+    Args:
+        token_ids: [M] int64, each below V.
+        table: [V, h], contiguous.
+        positions: [M] int64, below P; below 0 (padding) position 0 is read.
+        angles: [2, P, d], contiguous.
+    """
+    if on_gpu(table):
+        from slipstream.kernels.gpu import embed as gpu
+
+        return gpu.embed_at(token_ids, table, positions, angles)
+    return embed(token_ids, table), *rotary_rows(angles, positions)
 
 
 def embed_part(token_ids: torch.Tensor, table: torch.Tensor, start: int) -> torch.Tensor:

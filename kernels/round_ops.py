@@ -30,6 +30,14 @@ class RoundTable(Protocol):
 
 
 @dataclass(frozen=True)
+class Paging:
+    """Where the requests' keys lie. block_table: [S, blocks] int64, contiguous. block_size: tokens a block."""
+
+    block_table: torch.Tensor
+    block_size: int
+
+
+@dataclass(frozen=True)
 class DraftRows:
     """What the draft runs, of B requests with n committed tokens each.
 
@@ -41,6 +49,7 @@ class DraftRows:
         last_row: [B] int64, column of the last newly committed slot; 0 where there is none.
         chain_positions: [K, B] int64, where each draft step's row stands: at the last slot, then one further a step; -1
             where the round cannot use the step (its position may lie beyond the context's end).
+        block_table: [B, blocks] int64 and features: [B, K + 1, F], the requests' rows of both; None where not given.
     """
 
     token_ids: torch.Tensor
@@ -49,6 +58,8 @@ class DraftRows:
     num_valid: torch.Tensor
     last_row: torch.Tensor
     chain_positions: torch.Tensor
+    block_table: torch.Tensor | None = None
+    features: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,17 @@ class VerifyRows:
             that has no committed token or no room for one more.
         start: [B] int64, n.
         num_valid: [B] int64, drafts that the round can use.
+        write_index: [B * (K + 1)] int64, cell of each row in the flattened cache; of padding rows, in block 0. None
+            where no paging was given.
+        block_table: [B, blocks] int64, the requests' rows of it; None, too.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     start: torch.Tensor
     num_valid: torch.Tensor
+    write_index: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,14 @@ class Committed:
     count: torch.Tensor
 
 
-def draft_rows(table: RoundTable, slots: torch.Tensor, num_steps: int, clock: torch.Tensor | None = None) -> DraftRows:
+def draft_rows(
+    table: RoundTable,
+    slots: torch.Tensor,
+    num_steps: int,
+    clock: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    features: torch.Tensor | None = None,
+) -> DraftRows:
     """The rows of the draft's first step, and where its later steps stand.
 
     Args:
@@ -85,11 +108,13 @@ def draft_rows(table: RoundTable, slots: torch.Tensor, num_steps: int, clock: to
         slots: [B] int64.
         num_steps: K.
         clock: [2] int64 (`RoundRing.clock`); entry 0 becomes the time in nanoseconds: the round starts here.
+        block_table: [S, blocks] int64 and features: [S, K + 1, F], contiguous; the requests' rows of both are handed
+            out, where they are given.
     """
     if on_gpu(slots):
         from slipstream.kernels.gpu import round_ops
 
-        return round_ops.draft_rows(table, slots, num_steps, clock)
+        return round_ops.draft_rows(table, slots, num_steps, clock, block_table, features)
     if clock is not None:
         clock[0] = time.perf_counter_ns()
     offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
@@ -101,7 +126,8 @@ def draft_rows(table: RoundTable, slots: torch.Tensor, num_steps: int, clock: to
     token_ids = torch.where(is_fresh, table.tokens[slots[:, None], positions + 1], 0)
     usable = ((offsets[:num_steps, None] == 0) | (offsets[:num_steps, None] < num_valid)) & (fresh > 0)  # [K, B]
     chain_positions = torch.where(usable, start - 2 + offsets[:num_steps, None], -1)  # [K, B]
-    return DraftRows(token_ids, positions, start, num_valid, (fresh - 1).clamp(min=0), chain_positions)
+    picked = (None if whole is None else whole[slots] for whole in (block_table, features))  # [B, ..]
+    return DraftRows(token_ids, positions, start, num_valid, (fresh - 1).clamp(min=0), chain_positions, *picked)
 
 
 def verify_rows(
@@ -110,6 +136,7 @@ def verify_rows(
     drafts: torch.Tensor | None,
     num_steps: int,
     clock: torch.Tensor | None = None,
+    paging: Paging | None = None,
 ) -> VerifyRows:
     """The rows that the target verifies.
 
@@ -120,6 +147,7 @@ def verify_rows(
         num_steps: K.
         clock: [2] int64 (`RoundRing.clock`); entry 1 becomes the time in nanoseconds: drafting is over. At K = 0 entry
             0, too: the round starts here.
+        paging: given, the cells of the rows are worked out, and the requests' rows of the table handed out.
     """
     if (drafts is None) != (num_steps == 0):
         raise ValueError(
@@ -128,7 +156,7 @@ def verify_rows(
     if on_gpu(slots):
         from slipstream.kernels.gpu import round_ops
 
-        return round_ops.verify_rows(table, slots, drafts, num_steps, clock)
+        return round_ops.verify_rows(table, slots, drafts, num_steps, clock, paging)
     if clock is not None:
         clock[0 if drafts is None else 1 :] = time.perf_counter_ns()
     offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
@@ -139,7 +167,12 @@ def verify_rows(
         token_ids = torch.cat((token_ids, drafts), dim=1)  # [B, K + 1]
     has_room = (start >= 1) & (start < limit)
     runs = (offsets <= num_valid[:, None]) & has_room[:, None]  # [B, K + 1]
-    return VerifyRows(token_ids, torch.where(runs, start[:, None] - 1 + offsets, -1), start, num_valid)
+    positions = torch.where(runs, start[:, None] - 1 + offsets, -1)  # [B, K + 1]
+    if paging is None:
+        return VerifyRows(token_ids, positions, start, num_valid)
+    block_table, at, size = paging.block_table[slots], positions.clamp(min=0), paging.block_size  # [B, blocks], [B, R]
+    cells = torch.where(positions >= 0, block_table.gather(1, at // size) * size + at % size, 0)  # [B, R]
+    return VerifyRows(token_ids, positions, start, num_valid, cells.flatten(), block_table)
 
 
 def commit_round(

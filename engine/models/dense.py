@@ -17,6 +17,7 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
 from slipstream.kernels.cuda.pack import PackedWeight
+from slipstream.kernels.embed import embed_at
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.paged_attention import AttentionRows
 from slipstream.kernels.stream import Stream
@@ -99,8 +100,7 @@ class DenseModel(nn.Module):
             capture: slots to hand out; slot k is the residual stream after k layers.
         """
         rows = kv.rows(positions)
-        stream = self.embed_tokens(token_ids.flatten())  # [B, R] -> [M, h]
-        cos, sin = self.rotary(positions.flatten(), stream.rows.dtype)  # [M, d] each
+        stream, cos, sin = self._start(token_ids.flatten(), positions.flatten())  # [B, R] -> [M, h], [M, d] each
         states: dict[str, torch.Tensor] = {}
         for k, (layer, cache) in enumerate(zip(self.layers, kv.cache.layers, strict=True)):
             if k in capture:
@@ -110,6 +110,14 @@ class DenseModel(nn.Module):
         if len(self.layers) in capture:
             states[slot_name(len(self.layers))] = last
         return TargetOutput(last, states)
+
+    def _start(self, token_ids: torch.Tensor, positions: torch.Tensor) -> tuple[Stream, torch.Tensor, torch.Tensor]:
+        """token_ids, positions [M] -> what the first layer reads, and cos, sin [M, d]."""
+        table, angles = self.embed_tokens.weight, self.rotary.table
+        if self.parallel.size == 1 and angles.dtype == table.dtype:
+            return embed_at(token_ids, table, positions, angles)
+        stream = self.embed_tokens(token_ids)
+        return stream, *self.rotary(positions, stream.rows.dtype)
 
     def final_norm(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> what the head reads [..., h]."""

@@ -3,7 +3,7 @@
 import torch
 
 from slipstream.kernels.gpu.draft_input import draft_input
-from slipstream.kernels.gpu.embed import embed
+from slipstream.kernels.gpu.embed import embed, embed_at
 from slipstream.kernels.gpu.linear_add import linear_add
 from slipstream.kernels.gpu.norm_gate_up import norm_gate_up
 from slipstream.kernels.gpu.norm_linear import norm_linear
@@ -46,6 +46,8 @@ def products(row_counts: tuple[int, ...] = (1, 16, 128)) -> None:
     qkv(1, 2560, Heads(8, 4, 256), 0, True)
     norm_linear(Stream(empty(5, 64, dtype=torch.float32)), None, empty(64, 64, dtype=torch.float32))
     embed(empty(1, dtype=torch.int64), empty(128256, 4096))
+    ids = empty(4, dtype=torch.int64)
+    embed_at(ids, empty(49152, 576), ids, empty(2, 8192, 64))
     rotary_rows(empty(2, 8192, 96), empty(4, dtype=torch.int64))
     draft_input(empty(1, dtype=torch.int64), empty(49152, 576), empty(1, 576), norm_of(576), norm_of(576), True)
 

@@ -3,6 +3,7 @@
 import torch
 
 from slipstream.kernels.gpu import round_ops, row_copies, sampling
+from slipstream.kernels.round_ops import Paging
 from slipstream.kernels.round_ring import RoundRing
 from slipstream.kernels.sampling_batch import SamplingBatch
 
@@ -34,13 +35,14 @@ class Table:
 
 
 def rounds() -> None:
-    table = Table()
+    table, blocks = Table(), empty(65, 128)
     for batch in (1, 64):
         for num_steps in (0, 3):
             slots, ring = empty(batch), RoundRing(empty(4, 64, 13), empty(4, 3), empty(4), empty(1), empty(2))
-            round_ops.draft_rows(table, slots, num_steps, ring.clock)
+            features = empty(65, num_steps + 1, 3 * 576, dtype=torch.bfloat16)
+            round_ops.draft_rows(table, slots, num_steps, ring.clock, blocks, features)
             drafts = empty(batch, num_steps) if num_steps else None
-            rows = round_ops.verify_rows(table, slots, drafts, num_steps, ring.clock)
+            rows = round_ops.verify_rows(table, slots, drafts, num_steps, ring.clock, Paging(blocks, 16))
             chosen = empty(batch, num_steps + 1)
             round_ops.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, ring)
             round_ops.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, None)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slipstream.kernels.embed import embed, embed_part
+from slipstream.kernels.embed import embed, embed_at, embed_part
 from slipstream.kernels.gpu import embed as gpu
+from slipstream.kernels.rotary import rotary_rows
 
 
 @pytest.mark.parametrize("wide", [False, True])
@@ -22,6 +23,20 @@ def test_equals_the_twin(wide: bool, dtype: torch.dtype, monkeypatch: pytest.Mon
         torch.testing.assert_close(found.sumsq.cpu(), expected.float().square().sum(-1, keepdim=True))
     else:
         assert found.sumsq is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_angles_of_the_positions_come_along(dtype: torch.dtype, kernel_device: str) -> None:
+    made = torch.Generator().manual_seed(0)
+    table, angles = torch.randn(50, 40, generator=made).to(dtype), torch.randn(2, 30, 24, generator=made).to(dtype)
+    ids, positions = torch.tensor([3, 49, 0, 3]), torch.tensor([[29, 0], [0, 1], [-1, 2], [7, 3]])[:, 0]
+    there = (one.to(kernel_device) for one in (ids, table, positions, angles))
+    stream, cos, sin = gpu.embed_at(*there)
+    twin = embed_at(ids, table, positions, angles)
+    expected = embed(ids, table).rows, *rotary_rows(angles, positions)
+    for found, of_twin, wanted in zip((stream.rows, cos, sin), (twin[0].rows, *twin[1:]), expected, strict=True):
+        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(of_twin, wanted)
 
 
 def test_no_rows(kernel_device: str) -> None:

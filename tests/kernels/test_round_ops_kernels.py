@@ -13,6 +13,8 @@ import torch
 from slipstream.kernels import round_ops, row_copies
 from slipstream.kernels.gpu import round_ops as gpu
 from slipstream.kernels.gpu import row_copies as gpu_copies
+from slipstream.kernels.paged_attention import plan_rows
+from slipstream.kernels.round_ops import Paging
 from slipstream.kernels.round_ring import RoundRing
 
 LAUNCHES = Path(__file__).with_name("sampling_to_compile.py")
@@ -44,8 +46,15 @@ def random_table(num_steps: int, seed: int) -> Table:
     return Table(draw(0, 2, 7, 15 + num_steps + 1), *columns)
 
 
+def write_index(block_table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
+    return plan_rows(block_table, positions, block_size).write_index
+
+
 def assert_same(got: Any, want: Any) -> None:
     for f in fields(want):
+        if getattr(want, f.name) is None:
+            assert getattr(got, f.name) is None, f.name
+            continue
         assert torch.equal(getattr(got, f.name).cpu(), getattr(want, f.name)), f.name
 
 
@@ -56,16 +65,24 @@ def test_a_round_is_the_twins(num_steps: int, slots: list[int], kernel_device: s
         table = random_table(num_steps, seed)
         on_device, at = table.to(kernel_device), torch.tensor(slots)
         at_device, generator = at.to(kernel_device), torch.Generator().manual_seed(seed)
+        blocks = torch.randperm(7 * 5, generator=generator).view(7, 5)  # [S, blocks] of 5 tokens
+        features = torch.randn(7, num_steps + 1, 1030, generator=generator)
         ring = RoundRing.allocate(2, len(slots) + 1, 8, kernel_device)
         twin_ring = RoundRing.allocate(2, len(slots) + 1, 8, "cpu")
         for i in range(3):
-            want = round_ops.draft_rows(table, at, num_steps, twin_ring.clock)
-            assert_same(gpu.draft_rows(on_device, at_device, num_steps, ring.clock), want)
+            want = round_ops.draft_rows(table, at, num_steps, twin_ring.clock, blocks, features)
+            there = (whole.to(kernel_device) for whole in (blocks, features))
+            assert_same(gpu.draft_rows(on_device, at_device, num_steps, ring.clock, *there), want)
+            bare = gpu.draft_rows(on_device, at_device, num_steps, None, None, None)
+            assert (bare.block_table, bare.features) == (None, None)
             drafts = torch.randint(0, 2, (len(slots), num_steps), generator=generator) if num_steps else None
-            rows = round_ops.verify_rows(table, at, drafts, num_steps, twin_ring.clock)
+            rows = round_ops.verify_rows(table, at, drafts, num_steps, twin_ring.clock, Paging(blocks, 5))
             drafts_there = None if drafts is None else drafts.t().contiguous().to(kernel_device).t()  # any strides
-            got = gpu.verify_rows(on_device, at_device, drafts_there, num_steps, ring.clock)
+            paging = Paging(blocks.to(kernel_device), 5)
+            got = gpu.verify_rows(on_device, at_device, drafts_there, num_steps, ring.clock, paging)
             assert_same(got, rows)
+            assert torch.equal(got.write_index.cpu(), write_index(rows.block_table, rows.positions, 5))
+            assert gpu.verify_rows(on_device, at_device, drafts_there, num_steps, None, None).write_index is None
             chosen = torch.randint(0, 2, (len(slots), num_steps + 1), generator=generator)
             committed = round_ops.commit_round(table, at, rows, chosen, twin_ring)
             accepted, count = gpu.commit(
