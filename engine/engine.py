@@ -284,8 +284,8 @@ class Engine:
                     logits = self.target.logits(result.last[c])
                 sequence.recorder.add(states, result.last[c, : chunk.rows], logits[: chunk.rows])
             if chunk.is_last:
-                logits = result.logits[c] if self._num_watched else None
-                outputs.append(self._deliver(sequence, news.tokens, logits))
+                last_row = result.logits[c] if self._num_watched else None
+                outputs.append(self._deliver(sequence, news.tokens, last_row))
 
     def _collect_round(
         self, flight: Flight, result: RoundResult, record: RoundRecord, outputs: list[RequestOutput]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -216,7 +217,7 @@ class GraphSteps:
                 of_rows: list[Captured[PrefillResult]] = []
                 for size in reversed(bucket.batches):
                     chunks = torch.tensor([self._nobody] * size, device=runner.device)  # [size, 4]
-                    of_rows.insert(0, self._capture(chunks, lambda inputs, rows=rows: runner.prefill(inputs, rows)))
+                    of_rows.insert(0, self._capture(chunks, partial(runner.prefill, num_rows=rows)))
                 self.chunks = {rows: of_rows, **self.chunks}
                 if runner.device.type == "cuda":  # a trace asks for the logits of all rows: compiled now, if at all
                     with torch.inference_mode():
