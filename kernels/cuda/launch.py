@@ -103,7 +103,7 @@ VARIANTS = (
     *(SHORT_K, SHORT_K_PAIRS, SHORT_K_16, ONE_TILE, TWO_TILES, ROWS_16, ROWS_32, ROWS_64),
     *(BULK, BULK_LONG_K, BULK_ONE),
 )
-MAX_ROWS = 128
+MAX_ROWS = 1024  # of a launch of skinny_gemm.cuh; prompts of several requests are just more CTAs
 MAX_WARPS = 12
 # Of shared memory for a CTA by bulk copies: more is slower (3.91 and 3.87 ms a chain of 8B sizes at 113 and 80 KB).
 MOST_BULK_BYTES = 80 << 10

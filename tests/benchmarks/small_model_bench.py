@@ -27,7 +27,7 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.kernels.cuda import launch, products, skinny_gemm
+from slipstream.kernels.cuda import launch, skinny_gemm
 
 TINY = Size("tiny", 199, 64, 96, 8, 4, 2, 16, True, 1e4, 66, 80)
 PROMPT, ANSWER = 128, 256
@@ -105,7 +105,7 @@ class Bench:
 def rows_of_a_launch(most: int) -> None:
     """Most rows of a prefill launch and of a product."""
     config_module.MOST_PREFILL_ROWS = most
-    for module in (launch, products, skinny_gemm):
+    for module in (launch, skinny_gemm):
         module.MAX_ROWS = most  # type: ignore[attr-defined]
 
 

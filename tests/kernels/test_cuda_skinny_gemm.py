@@ -224,6 +224,22 @@ def test_bits_of_a_row_do_not_depend_on_the_others(
     assert any(name.startswith("bulk") for name in emulator.names) == (k == 2080)
 
 
+@pytest.mark.parametrize("most", [launch.MAX_ROWS, 64])
+@pytest.mark.parametrize(("op", "norm"), CASES)
+def test_prompts_of_several_requests_go_in_one_launch_or_in_groups(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, most: int
+) -> None:
+    monkeypatch.setattr(skinny_gemm, "MAX_ROWS", most)
+    case = Case(op, 150, 16, 64, norm=norm, sums=norm)
+    whole = case.run(KERNEL)
+    launches = (1 if most > 150 else 3) * (2 if op == "qkv" else 1)  # with a sink and without
+    assert len(emulator.names) == launches
+    assert emulator.faults == 0
+    same_but_for_rounding(whole, case.run(TWIN))
+    for name, value in case.first(5).run(KERNEL).items():
+        assert name == "cache" or value.equal(whole[name][:5]), name
+
+
 @pytest.mark.parametrize("variant", launch.VARIANTS)
 def test_bits_do_not_depend_on_the_variant(emulator: Any, variant: Variant) -> None:
     case = Case("add", 5, 88, 3104, norm=False, sums=False)
