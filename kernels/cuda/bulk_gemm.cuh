@@ -8,7 +8,7 @@
 // about 3 us, in which it could bring 100 KB for each SM. So the copying thread lets the next kernel start when it has
 // `left` slots still to ask for (a kernel that starts earlier fills its ring at the cost of this one's, and has nothing
 // to ask for when it counts), and while it waits for the kernel before it asks for `ahead` more slots than the ring holds,
-// into the L2 (`keep`: and stays so far ahead to its end).
+// into the L2.
 //
 // A slot of the ring holds STEP chunks of each part, of TM tiles: a run of the packed weight as it lies in memory.
 #pragma once
@@ -61,8 +61,6 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     constexpr int BUFFERS = RESIDENT ? 2 : 1;  // of sums
     constexpr int SUMS = 8 * NT * (16 * TM + 4);
 
-    // Behind a QKV product attention reads old keys before its wait, so all before this kernel must be done by then.
-    if (EPILOGUE != QKV && p.left < 0) pdl_launch_dependents();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1;
     const uint32_t full = shared_address(shared), empty = full + 8 * MAX_SLOTS, ring = full + BARRIER_BYTES;
     const int piece = STEP * warps * CHUNK_BYTES, slot_bytes = TM * piece;  // a tile's part of a slot
@@ -82,7 +80,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
             const uint64_t policy = weight_policy(p.evict_first != 0);
             const int of_unit = (chunks + STEP * warps - 1) / (STEP * warps);
             const int slots = (units - blockIdx.x + gridDim.x - 1) / gridDim.x * of_unit, filled = min(p.slots, slots);
-            const int start_next = p.left < 0 ? -1 : max(filled, slots - p.left);
+            const int start_next = max(filled, slots - p.left);
             Cursor at;
             Walk<TM, STEP> load(p, warps);
             const auto load_slot = [&] {
@@ -99,20 +97,17 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
             for (int i = 0; i < filled; ++i) load_slot();
 
             Walk<TM, STEP> look = load;
-            int looked = filled;
-            const auto look_to = [&](int stop) {
-                for (; looked < min(stop, slots); ++looked) {
+            for (int i = filled; i < min(filled + p.ahead, slots); ++i) {
 #pragma unroll
-                    for (int i = 0; i < TM; ++i) bulk_prefetch(look.of_tile(i), look.bytes(), policy);
-                    look.advance();
-                }
-            };
-            look_to(filled + p.ahead);
-            pdl_wait();  // whoever relies on it starts behind it: `left` counts from here on only
+                for (int j = 0; j < TM; ++j) bulk_prefetch(look.of_tile(j), look.bytes(), policy);
+                look.advance();
+            }
+            // The next kernel never starts before this: attention reads old keys before its own wait, so all before this
+            // kernel must be done by then.
+            pdl_wait();
             for (int i = filled; i < slots; ++i) {
                 if (i == start_next) pdl_launch_dependents();
                 load_slot();
-                if (p.keep) look_to(i + 1 + p.ahead);
             }
             if (slots == start_next) pdl_launch_dependents();
         }
@@ -137,7 +132,6 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     }
 
     pdl_wait();  // nothing above reads what another kernel writes
-    if (EPILOGUE == QKV && p.left < 0) pdl_launch_dependents();
 
     const bf16* const x_begin = p.x + int64_t(g) * p.x_stride + k0;
     const int64_t x_step = 8 * p.x_stride;

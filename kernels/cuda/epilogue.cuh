@@ -29,7 +29,7 @@ struct Params {
     int32_t m_groups;             // groups of rows of x, each with CTAs of its own
     int32_t q_heads, kv_heads, head_dim;
     int32_t evict_first;
-    int32_t left, ahead, keep;    // slots, of bulk_gemm.cuh: when the next kernel may start, and what goes to the L2
+    int32_t left, ahead;          // slots, of bulk_gemm.cuh: when the next kernel may start, and what goes to the L2
     float eps, inverse_width;     // 1 / K
 };
 

@@ -142,17 +142,13 @@ def _decode(
     ROWS: tl.constexpr,
     SETTLED: tl.constexpr,
     SETTLES: tl.constexpr,
-    KEYS_FIRST: tl.constexpr,
     UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     T: tl.constexpr = 1 << T_BITS
     FAN: tl.constexpr = 1 << FAN_BITS
-    if PDL:
-        if not (SETTLES or KEYS_FIRST):
-            tl.extra.cuda.gdc_launch_dependents()
-        if not SETTLED:
-            tl.extra.cuda.gdc_wait()
+    if PDL and not SETTLED:
+        tl.extra.cuda.gdc_wait()
     program, num_programs, pair, request = tl.program_id(0), tl.num_programs(0), tl.program_id(1), tl.program_id(2)
     kv_head = pair % KV_HEADS
     pair_of_all = (request * tl.num_programs(1) + pair).to(tl.int64)
@@ -211,7 +207,7 @@ def _decode(
     ks = _early_load(cells, 0, from_start, low, old, held, dims, nothing, EARLY, T)
     vs = _early_load(cells, KV_HEADS * HEAD_DIM, from_start, low, old, held, dims, nothing, EARLY, T)
     if PDL:
-        if KEYS_FIRST and not SETTLES:
+        if not SETTLES:
             tl.extra.cuda.gdc_launch_dependents()
         if SETTLED:
             tl.extra.cuda.gdc_wait()
@@ -394,7 +390,6 @@ def paged_attention(
         ROWS=max(16, triton.next_power_of_2(num_rows)),
         SETTLED=launch.settled(),
         SETTLES=cut.settles,
-        KEYS_FIRST=cut.keys_first,
         UPCAST=launch.INTERPRET,
     )
     return out

@@ -48,8 +48,6 @@ def behind_qkv() -> None:
     paged_attention(q, cache, *others)
     paged_attention(q, cache, *others)
     paged_attention(q, cache, *others, cut=Cut(settles=True))
-    norm_qkv(Stream(rows), Norm(norm, 1e-5), weight, heads, angles, angles, None, None, sink)
-    paged_attention(q, cache, *others, cut=Cut(keys_first=True))
 
 
 def prefill() -> None:
