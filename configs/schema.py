@@ -7,9 +7,10 @@ neither file nor environment, so that a test or a notebook gets exactly what it 
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from slipstream.configs.host import Host
 from slipstream.configs.making import Capture, Data, Draft, Target, Training
 from slipstream.configs.nccl import Nccl
-from slipstream.configs.serving import Benchmark, Gates, Host, Server, Speculation
+from slipstream.configs.serving import Benchmark, Gates, Server, Speculation
 from slipstream.configs.sglang import Sglang
 
 ENV_PREFIX = "SLIPSTREAM_"

@@ -1,10 +1,10 @@
-"""The sections that say how target and draft are served and judged: speculation, server, host, benchmark, gates."""
+"""The sections that say how target and draft are served and judged: speculation, server, benchmark, gates."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from slipstream.configs.base import CountOrZero, Fraction, LocalPath, PositiveFloat, PositiveInt, Section, Seed
+from slipstream.configs.base import CountOrZero, Fraction, PositiveFloat, PositiveInt, Section, Seed
 
 
 class Speculation(Section):
@@ -72,25 +72,6 @@ class Server(Section):
         if dtype == "float16" and info.data.get("engine") == "slipstream":
             raise ValueError("'bfloat16' or 'float32': Slipstream's own engine serves no float16")
         return dtype
-
-
-class Host(Section):
-    """The machine and the folders that the pipeline uses on it."""
-
-    kind: Literal["local"] = Field(default="local", description="Where the stages run: `local` is this machine.")
-    workdir: LocalPath = Field(
-        default="runs/default",
-        validate_default=True,
-        description="Directory of the stages' outputs and of the server's state file.",
-    )
-    cache_dir: LocalPath = Field(
-        default="~/.cache/slipstream",
-        validate_default=True,
-        description="Directory of targets, shared by runs.",
-    )
-    threads: PositiveInt | None = Field(
-        default=None, description="CPU threads of torch; null is one for each available core."
-    )
 
 
 class Benchmark(Section):

@@ -4,15 +4,21 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 
+READ_BYTES = 1 << 20
+
 
 def sha256_file(path: Path) -> str:
     """sha256 (hex) of a file's bytes."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(READ_BYTES):  # not hashlib.file_digest: a far host's own Python may be 3.10
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -20,7 +26,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
     Raises OSError when the disk is full; nothing half-written stays behind.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     try:
         with temporary.open("wb") as file:
             file.write(data)

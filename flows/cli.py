@@ -21,6 +21,8 @@ import typer
 
 import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
+from slipstream.flows.arguments import AsJson, Config, EngineVersion, Force, Overrides, Workdir
+from slipstream.flows.host_cli import host_app
 
 if TYPE_CHECKING:
     from slipstream.tasks.reporting import Reporter
@@ -34,21 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The deployment file (YAML).", show_default=False)]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override one value, such as training.epochs=2; repeatable."),
-]
-Workdir = Annotated[
-    Path | None, typer.Option("--workdir", help="Directory of the stages' outputs; default: host.workdir of CONFIG.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON on standard output, for programs.")]
-EngineVersion = Annotated[
-    str | None,
-    typer.Option("--engine-version", metavar="VERSION", help="Release of the other engine, such as 0.5.14."),
-]
-Force = Annotated[bool, typer.Option("--force", help="Repeat what is already done.")]
+app.add_typer(host_app, name="host")
 
 
 # Stages that start the deployment's server or need it; all others prepare a draft, whoever serves it.
@@ -122,7 +110,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
 
     from slipstream.flows.plan import make_plan
     from slipstream.flows.plan_tables import show_findings
-    from slipstream.tasks.checks import refuse, refuse_other_engine
+    from slipstream.tasks.checks import refuse, refuse_far_host, refuse_other_engine
 
     _require_prefect()
     from slipstream.flows.run import run_lifecycle
@@ -130,6 +118,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
     console = Console()
     made = make_plan(config, overrides or ())
     refuse_other_engine(made.loaded.deployment, "run")
+    refuse_far_host(made.loaded.deployment, "run")
     refuse(made.findings)
     show_findings(made, console)
     run_lifecycle(config, overrides or (), console)
@@ -364,10 +353,11 @@ def _run(
 ) -> "list[StageResult]":
     from slipstream.configs.load import load
     from slipstream.flows.signals import unwinding_signals
-    from slipstream.tasks.checks import refuse_other_engine
+    from slipstream.tasks.checks import refuse_far_host, refuse_other_engine
     from slipstream.tasks.stage import run_stage
 
     deployment = load(config, overrides or ()).deployment
+    refuse_far_host(deployment, f"stage {stages[0].name}")
     for stage in stages:
         if stage.name in SERVING_STAGES:
             refuse_other_engine(deployment, f"stage {stage.name}")

@@ -17,7 +17,7 @@ from prefect.states import Completed, State
 from slipstream.configs.load import load
 from slipstream.flows.plan import make_plan
 from slipstream.tasks import gates
-from slipstream.tasks.checks import refuse, refuse_other_engine
+from slipstream.tasks.checks import refuse, refuse_far_host, refuse_other_engine
 from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.registry import all_stages, get_stage
 from slipstream.tasks.reporting import NullReporter, Reporter
@@ -43,6 +43,7 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
     """
     deployment = load(config, overrides or ()).deployment
     refuse_other_engine(deployment, "the lifecycle")
+    refuse_far_host(deployment, "the lifecycle")
     workdir, reporter = deployment.host.workdir, REPORTER.get() or NullReporter()
     with workdir_lock(workdir):
         keep = False

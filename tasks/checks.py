@@ -16,7 +16,18 @@ from slipstream.tasks.other_engines.sglang_effects import LAUNCH_LINE
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
-__all__ = ["CHECKS", "Check", "Contradictions", "Facts", "Finding", "find", "gather", "refuse", "refuse_other_engine"]
+__all__ = [
+    "CHECKS",
+    "Check",
+    "Contradictions",
+    "Facts",
+    "Finding",
+    "find",
+    "gather",
+    "refuse",
+    "refuse_far_host",
+    "refuse_other_engine",
+]
 
 # First what the deployment alone contradicts, then what earlier runs left, then the machine.
 CHECKS: tuple[Check, ...] = (*DEPLOYMENT, *LAUNCH_LINE, F16, *LEFT_OVER, *OTHER_ENGINE, *MACHINE)
@@ -36,4 +47,15 @@ def refuse_other_engine(deployment: "Deployment", what: str) -> None:
             expected="server.engine: slipstream, whose server Slipstream starts, checks and stops",
             do=f"`slipstream plan` checks a launch of {engine}: start it yourself; or leave server.engine out",
             runbook="wrong-flags.md",
+        )
+
+
+def refuse_far_host(deployment: "Deployment", what: str) -> None:
+    """Raises SlipstreamError where `what` would run on a far host, to which the stages do not go yet."""
+    host = deployment.host
+    if host.kind != "local":
+        raise SlipstreamError(
+            f"host.kind = {host.kind}: {what} would run on {host.address}; stages run on this machine only",
+            expected="host.kind: local",
+            do=f"run it there: install Slipstream on {host.address}, add --set host.kind=local --set host.address=null",
         )

@@ -26,8 +26,8 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
     """
     path = workdir / LOCK
     me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "boot_id": boot_id()}
-    with _usable(workdir), _guard(workdir):
-        holder = _read(path)
+    with _usable(workdir), guard(workdir):
+        holder = read_holder(path)
         nested = holder is not None and _same(holder, me)
         if holder is not None and not nested and _alive(holder):
             raise SlipstreamError(
@@ -42,8 +42,8 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
         yield
     finally:
         if not nested:
-            with _guard(workdir):
-                holder = _read(path)
+            with guard(workdir):
+                holder = read_holder(path)
                 if holder is not None and _same(holder, me):
                     path.unlink(missing_ok=True)
 
@@ -79,17 +79,21 @@ def _is(question: Callable[[], bool]) -> bool:
 
 
 @contextmanager
-def _guard(workdir: Path) -> Iterator[None]:
-    """The moment of reading and taking the lock, for one process at a time. The kernel frees it if we die."""
-    fd = os.open(workdir, os.O_RDONLY | os.O_DIRECTORY)
+def guard(folder: Path) -> Iterator[int]:
+    """The moment of reading and taking a lock in a directory, for one process at a time.
+
+    Yields the descriptor that holds it; the kernel frees it when we and all who inherited it have closed it or died.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
+        yield fd
     finally:
         os.close(fd)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def read_holder(path: Path) -> dict[str, Any] | None:
+    """Who holds a lock; None for no file and for one that names no process."""
     try:
         holder = json.loads(path.read_text())
     except (OSError, ValueError):

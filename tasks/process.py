@@ -99,6 +99,7 @@ def start_detached(
     state_file: Path,
     env: dict[str, str] | None = None,
     notes: dict[str, Any] | None = None,
+    keep_open: Sequence[int] = (),
 ) -> Detached:
     """Starts `command` in its own session, with a neutral working directory and its output in `log`.
 
@@ -108,6 +109,7 @@ def start_detached(
         state_file: where the identity is written.
         env: variables added to our own.
         notes: JSON values kept in the state file.
+        keep_open: file descriptors that the command inherits, such as one that holds a lock until it lives.
 
     Raises SlipstreamError when `state_file` names a process that still runs, or when the command cannot be started.
     """
@@ -123,14 +125,7 @@ def start_detached(
     for folder in (log.parent, state_file.parent):
         folder.mkdir(parents=True, exist_ok=True)
     write_json(_notes_file(state_file), notes or {})
-    trampoline = [
-        sys.executable,
-        "-P",
-        "-m",
-        "slipstream.tasks.process",
-        str(state_file.absolute()),
-        str(log.absolute()),
-    ]
+    trampoline = [*python_module("slipstream.tasks.process"), str(state_file.absolute()), str(log.absolute())]
     with log.open("wb") as output:
         child = subprocess.Popen(
             [*trampoline, "--", *command],
@@ -140,9 +135,21 @@ def start_detached(
             cwd=NEUTRAL_DIRECTORY,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            pass_fds=keep_open,
         )
     record = _wait_for_record(state_file, child, log)
     return Detached(record, state_file, child)
+
+
+def own_archive() -> str | None:
+    """The archive that we run out of, on a host (tasks/hosts/archive.py); None where we are installed."""
+    return getattr(globals().get("__loader__"), "archive", None)  # zipimport's
+
+
+def python_module(name: str) -> list[str]:
+    """The command that runs a module of ours by this Python: out of the archive where we run out of one ourselves."""
+    archive = own_archive()
+    return [sys.executable, "-P", "-m", name] if archive is None else [sys.executable, "-I", archive, name]
 
 
 def _wait_for_record(state_file: Path, child: subprocess.Popen[bytes], log: Path) -> ProcessRecord:

@@ -48,6 +48,10 @@ def test_a_command_of_a_runbook_is_understood(runbook, words, config):
     name, *arguments = [str(config) if word == "CONFIG" else word for word in words]
     command = group.get_command(click.Context(group), name)
     assert command is not None, f"{runbook}: there is no command {name}"
+    if isinstance(command, click.Group):
+        name, *arguments = arguments
+        command = command.get_command(click.Context(command), name)
+        assert command is not None, f"{runbook}: there is no command {' '.join(words[:2])}"
     command.make_context(name, arguments)  # raises for an unknown option or a missing argument
 
 

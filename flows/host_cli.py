@@ -1,0 +1,40 @@
+"""`slipstream host ...`: commands about the host of a deployment."""
+
+from typing import Annotated
+
+import typer
+
+from slipstream.flows.arguments import Config, Overrides
+
+host_app = typer.Typer(
+    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
+)
+
+
+@host_app.callback()
+def host() -> None:
+    """The host of a deployment: trust its key."""
+
+
+@host_app.command("trust")
+def host_trust(
+    config: Config,
+    overrides: Overrides = None,
+    fingerprints: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--fingerprint", metavar="SHA256:...", help="Trust this key without asking; repeatable, for jump hosts."
+        ),
+    ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Trust a key that differs from the known one, if you say so.")
+    ] = False,
+) -> None:
+    """Show the key of the deployment's host and write it to the project's known-hosts file, once you trust it."""
+    from slipstream.configs.load import load
+    from slipstream.tasks.hosts.open_host import ssh_target
+
+    ssh_target(load(config, overrides or ()).deployment)  # says what is missing before fabric is imported
+    from slipstream.flows.host_view import trust
+
+    trust(config, overrides or (), fingerprints=fingerprints or (), replace_changed=replace)

@@ -1,0 +1,67 @@
+"""`slipstream host ...`: trust a host's key, with the fingerprint shown to a person first."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from slipstream.configs.load import load
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.hosts.known_hosts import RUNBOOK, changed_key, describe, known_keys, trust_key
+from slipstream.tasks.hosts.open_host import ssh_target
+from slipstream.tasks.hosts.ssh_connection import SshTarget, shown_key
+
+
+def trust(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    fingerprints: Sequence[str] = (),
+    replace_changed: bool = False,
+    ask: Callable[[str], str] | None = None,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Shows the key of the deployment's host, and of each jump before it, and writes what is trusted.
+
+    Args:
+        config, overrides: the deployment.
+        fingerprints: `SHA256:...` that are trusted without asking, as the host's owner told them.
+        replace_changed: whether a key that differs from the known one may be trusted at all.
+        ask: asks a person; None is the terminal.
+        say: told what was found and done.
+
+    Raises SlipstreamError when a key is not trusted, and HostUnreachable.
+    """
+    target = ssh_target(load(config, overrides).deployment)
+    for number, address in enumerate((*target.jumps, target.address)):
+        way = replace(target, jumps=target.jumps[:number])
+        key = shown_key(way, address)
+        known = known_keys(target.known_hosts, address.known_as)
+        if key in known:
+            say(f"{address.known_as} is known: {describe(key)}")
+            continue
+        if known and not replace_changed:
+            raise changed_key(address.known_as, key, known[0], target.known_hosts)
+        say(f"{address.known_as} shows {describe(key)}")
+        for before in known:
+            say(f"  in the place of {describe(before)}")
+        if key.fingerprint not in fingerprints:
+            _confirm(target, address.known_as, str(key.fingerprint), fingerprints, ask)
+        trust_key(target.known_hosts, address, key)
+        say(f"written to {target.known_hosts}")
+
+
+def _confirm(
+    target: SshTarget, name: str, fingerprint: str, given: Sequence[str], ask: Callable[[str], str] | None
+) -> None:
+    """A person's word. Raises SlipstreamError for any other than yes, and where nobody can be asked."""
+    if given:
+        words, do = f"{name} shows {fingerprint}, not {', '.join(given)}", "ask the host's owner which one is right"
+    elif ask is None and not sys.stdin.isatty():
+        words = f"{name} shows {fingerprint}, and nobody is here to compare it"
+        do = "give the fingerprint that the host's owner told you: --fingerprint SHA256:..."
+    elif (ask or input)("Is this the fingerprint that the host's owner told you? [yes/no] ").strip().lower() == "yes":
+        return
+    else:
+        words, do = f"{name} is not trusted", "ask the host's owner for its fingerprint"
+    raise SlipstreamError(words, expected=f"a key to trust, for {target.known_hosts}", do=do, runbook=RUNBOOK)

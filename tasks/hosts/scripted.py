@@ -1,0 +1,211 @@
+"""What every host does the same way: ask the archive that runs there. Only the transport differs."""
+
+import json
+import secrets
+import time
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import sha256_file
+from slipstream.tasks.hosts.archive import MINIMUM_PYTHON
+from slipstream.tasks.hosts.host import (
+    MAX_OUTPUT_BYTES,
+    MAX_READ_BYTES,
+    CommandTimedOut,
+    Done,
+    HostUnreachable,
+    Job,
+    JobStatus,
+)
+
+GRACE_SECONDS = 10.0  # an answer's way back, over the time that the host itself was given
+KILL_SECONDS = 10.0
+START_SECONDS = 150.0  # the host's own limits on a start, together
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 10.0
+
+
+class ScriptedHost(ABC):
+    """A host by the archive that runs there.
+
+    Args:
+        base: Slipstream's directory on the host; a relative one lies in the home directory.
+        command_seconds: limit of a short command and of an answer.
+        reconnect_seconds: how long a broken connection may take to come back; 0 is not at all.
+    """
+
+    def __init__(self, base: str, *, command_seconds: float, reconnect_seconds: float) -> None:
+        self.base, self.command_seconds, self.reconnect_seconds = base, command_seconds, reconnect_seconds
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
+
+    @abstractmethod
+    def _exchange(self, request: bytes, seconds: float) -> tuple[int, str]:
+        """Runs the archive with `request` as its input. Returns exit code and output. Raises HostUnreachable."""
+
+    @abstractmethod
+    def _read(self, path: str, offset: int, max_bytes: int) -> bytes:
+        """Bytes of a file from an offset. Raises HostUnreachable, and OSError for a file that cannot be read."""
+
+    @abstractmethod
+    def _send(self, source: Path, target: str) -> None:
+        """Copies a file to the host, without looking whether it arrived whole."""
+
+    @abstractmethod
+    def _fetch(self, source: str, target: Path) -> None:
+        """Copies a file from the host, without looking whether it arrived whole."""
+
+    def hello(self) -> dict[str, Any]:
+        found: dict[str, Any] = self._ask("hello", self.command_seconds)
+        return found
+
+    def run(
+        self, command: tuple[str, ...], *, stdin: str = "", seconds: float | None = None, directory: str = ""
+    ) -> Done:
+        limit = self.command_seconds if seconds is None else seconds
+        asked = {"command": command, "stdin": stdin, "seconds": limit, "directory": directory}
+        value = self._ask("run_command", limit, again=False, max_bytes=MAX_OUTPUT_BYTES, **asked)
+        if value.pop("timed_out"):
+            last = (value["stdout"] + value["stderr"]).strip()[-500:]
+            raise CommandTimedOut(
+                f"`{command[0]}` on {self.name} had not ended after {limit:.0f} s; its last words: {last or 'none'}",
+                expected="a short command; its whole group was ended on the host",
+                do="raise host.command_timeout_seconds if it only needs longer",
+            )
+        return Done(**value)
+
+    def start(self, job: Job) -> JobStatus:
+        asked = {key: value for key, value in asdict(job).items() if key != "run"}
+        return JobStatus.of(self._ask("start_job", START_SECONDS, submission=job.submission, **asked))
+
+    def status(self, name: str) -> JobStatus | None:
+        value = self._ask("job_status", self.command_seconds, name=name)
+        return None if value is None else JobStatus.of(value)
+
+    def stop(self, name: str, *, drain_seconds: float = 20.0) -> JobStatus | None:
+        within = drain_seconds + KILL_SECONDS + self.command_seconds
+        value = self._ask("stop_job", within, name=name, drain_seconds=drain_seconds, kill_seconds=KILL_SECONDS)
+        return None if value is None else JobStatus.of(value)
+
+    def read(self, path: str, offset: int = 0, max_bytes: int = MAX_READ_BYTES) -> bytes:
+        try:
+            data: bytes = self._repeat(lambda: self._read(path, offset, max_bytes))
+        except OSError as error:
+            raise SlipstreamError(
+                f"{path} on {self.name} cannot be read: {error}", expected="a file", do="correct the path"
+            ) from error
+        return data
+
+    def put(self, source: Path, target: str) -> None:
+        if not source.is_file():
+            raise SlipstreamError(f"there is no file {source}", expected="a file to send", do="correct the path")
+        sha256 = sha256_file(source)
+        folder, _, name = target.rpartition("/")
+        free = self._ask("prepare_folder", self.command_seconds, folder=folder)["free_bytes"]
+        if free < source.stat().st_size:
+            raise self._full(target, source.stat().st_size, free)
+        temporary = f"{folder}/.{name}.{secrets.token_hex(4)}".lstrip("/" if not folder else "")
+        try:
+            self._repeat(lambda: self._send(source, temporary))
+            self._ask("settle_file", self._long(source), temporary=temporary, target=target, sha256=sha256)
+        except HostUnreachable:
+            raise
+        except Exception as error:
+            with suppress(SlipstreamError):
+                self._ask("remove_file", self.command_seconds, path=temporary)
+            free = self._ask("prepare_folder", self.command_seconds, folder=folder)["free_bytes"]
+            if isinstance(error, OSError) and free < source.stat().st_size:
+                raise self._full(target, source.stat().st_size, free) from error
+            if isinstance(error, OSError):
+                raise SlipstreamError(
+                    f"{source} could not be sent to {target} on {self.name}: {error}",
+                    expected="a file that can be read here and a folder that can be written there",
+                    do="correct the path or its owner",
+                ) from error
+            raise
+
+    def get(self, source: str, target: Path) -> None:
+        facts = self._ask("file_facts", 600.0, path=source)
+        if facts is None:
+            raise SlipstreamError(
+                f"there is no file {source} on {self.name}", expected="a file to fetch", do="correct the path"
+            )
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            self._repeat(lambda: self._fetch(source, temporary))
+            if sha256_file(temporary) != facts["sha256"]:
+                raise SlipstreamError(
+                    f"{source} of {self.name} arrived changed ({temporary.stat().st_size} of {facts['bytes']} bytes)",
+                    expected="the file as it was when it was asked for",
+                    do="fetch it again when nothing writes to it; logs are read by offset",
+                )
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _ask(self, call: str, within: float, /, *, again: bool = True, **arguments: Any) -> Any:
+        """The value of a call on the host. Asked again over a new connection while that makes sense and is harmless.
+
+        Args:
+            call: name of the call (`far_side.CALLS`).
+            within: seconds that the host may take.
+            again: whether it may be asked twice.
+        """
+        nonce = secrets.token_hex(16)
+        request = {"nonce": nonce, "base": self.base, "call": call, "arguments": arguments}
+        data = json.dumps(request).encode()
+        limit = within + GRACE_SECONDS
+        code, output = self._repeat(lambda: self._exchange(data, limit), again=again)
+        for line in output.splitlines():
+            if line.startswith(f"{nonce} "):
+                answer = json.loads(line.removeprefix(f"{nonce} "))
+                break
+        else:
+            raise self._no_answer(code, output)
+        if "error" in answer:
+            raise SlipstreamError(**answer["error"])
+        if "broken" in answer:
+            raise SlipstreamError(
+                f"{call} failed on {self.name}:\n{answer['broken']}",
+                expected="an answer",
+                do="report this; the host was left as it is",
+            )
+        return answer["value"]
+
+    def _repeat(self, what: Any, *, again: bool = True) -> Any:
+        deadline, pause = time.monotonic() + self.reconnect_seconds, FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return what()
+            except HostUnreachable:
+                if not again or time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _no_answer(self, code: int, output: str) -> SlipstreamError:
+        wanted = ".".join(map(str, MINIMUM_PYTHON))
+        return SlipstreamError(
+            f"Slipstream's helper did not answer on {self.name} (exit code {code}): {output.strip()[-500:] or '-'}",
+            expected=f"Python {wanted} or newer there, as host.python",
+            do=f"install it, or set host.python to the path of a Python {wanted} or newer",
+            runbook="host-unreachable.md",
+        )
+
+    def _full(self, target: str, needed: int, free: int) -> SlipstreamError:
+        return SlipstreamError(
+            f"{target} needs {needed / 1e6:.1f} MB and the disk there has {free / 1e6:.1f} MB free, on {self.name}",
+            expected="room on the host",
+            do="free space there or set host.directory to a larger disk, then run the same command again",
+            runbook="disk-full.md",
+        )
+
+    @staticmethod
+    def _long(source: Path) -> float:
+        """Seconds to hash a file on a slow disk."""
+        return 60.0 + source.stat().st_size / 50e6

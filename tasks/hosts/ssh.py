@@ -1,0 +1,147 @@
+"""A far host over SSH: one connection for all threads, made again when it breaks."""
+
+import posixpath
+import secrets
+import shlex
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import paramiko
+from paramiko.ssh_exception import SSHException
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.hosts.archive import FOLDER, build_archive
+from slipstream.tasks.hosts.far_side import MODULE
+from slipstream.tasks.hosts.host import HostUnreachable
+from slipstream.tasks.hosts.scripted import ScriptedHost
+from slipstream.tasks.hosts.ssh_connection import SshConnection, SshTarget
+
+
+class SshHost(ScriptedHost):
+    """A far host.
+
+    Args:
+        target: where it is, and how to get there.
+        base: Slipstream's directory there; a relative one lies in the home directory.
+        python: a Python of 3.10 or newer there.
+        command_seconds: limit of a short command.
+        reconnect_seconds: how long a broken connection may take to come back.
+    """
+
+    def __init__(
+        self,
+        target: SshTarget,
+        *,
+        base: str,
+        python: str = "python3",
+        command_seconds: float = 60.0,
+        reconnect_seconds: float = 600.0,
+    ) -> None:
+        super().__init__(base, command_seconds=command_seconds, reconnect_seconds=reconnect_seconds)
+        self.target, self.python = target, python
+        self._lock = threading.Lock()
+        self._connection: SshConnection | None = None
+        self._folder = ""  # `base` in full, known once connected
+
+    @property
+    def name(self) -> str:
+        return str(self.target.address)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _connected(self) -> SshConnection:
+        """The connection, made anew where it broke; the archive lies on the host when it is handed out."""
+        with self._lock:
+            if self._connection is None or not self._connection.is_open:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                connection = SshConnection(self.target)
+                try:
+                    with _files(connection, self.name):
+                        self._folder = posixpath.join(connection.sftp().normalize("."), self.base)
+                        _ship(connection.sftp(), self._folder)
+                except BaseException:
+                    connection.close()
+                    raise
+                self._connection = connection
+            return self._connection
+
+    def _exchange(self, request: bytes, seconds: float) -> tuple[int, str]:
+        connection = self._connected()
+        path = posixpath.join(self._folder, build_archive().path)
+        command = shlex.join([self.python, "-I", path, MODULE])
+        code, output = connection.execute(command, request, seconds)
+        return code, output.decode(errors="replace")
+
+    def _read(self, path: str, offset: int, max_bytes: int) -> bytes:
+        connection = self._connected()
+        with _files(connection, self.name), connection.sftp().open(self._full_path(path), "rb") as file:
+            file.seek(offset)
+            return file.read(max_bytes)
+
+    def _send(self, source: Path, target: str) -> None:
+        connection = self._connected()
+        with _files(connection, self.name):
+            connection.sftp().put(str(source), self._full_path(target), confirm=False)
+
+    def _fetch(self, source: str, target: Path) -> None:
+        connection = self._connected()
+        with _files(connection, self.name):
+            connection.sftp().get(self._full_path(source), str(target))
+
+    def _full_path(self, path: str) -> str:
+        return posixpath.join(self._folder, path)
+
+
+@contextmanager
+def _files(connection: SshConnection, name: str) -> Iterator[None]:
+    """A broken connection as HostUnreachable; what the host says against a path stays an OSError."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except (SSHException, EOFError, TimeoutError, ConnectionError) as error:
+        connection.close()
+        raise HostUnreachable(f"{name}: a file transfer broke off: {error or type(error).__name__}") from error
+    except OSError as error:
+        if connection.is_open:
+            raise
+        raise HostUnreachable(f"{name}: a file transfer broke off: {error or type(error).__name__}") from error
+
+
+def _ship(sftp: paramiko.SFTPClient, folder: str) -> None:
+    """Sees that the archive lies in `folder` on the host: under a temporary name, then renamed."""
+    archive = build_archive()
+    path = posixpath.join(folder, archive.path)
+    try:
+        if sftp.stat(path).st_size == len(archive.data):
+            return
+    except FileNotFoundError:
+        pass
+    _make_folders(sftp, posixpath.join(folder, FOLDER))
+    temporary = f"{path}.{secrets.token_hex(4)}"
+    with sftp.open(temporary, "wb") as file:
+        file.write(archive.data)
+    sftp.posix_rename(temporary, path)
+
+
+def _make_folders(sftp: paramiko.SFTPClient, path: str) -> None:
+    try:
+        if stat.S_ISDIR(sftp.stat(path).st_mode or 0):
+            return
+    except FileNotFoundError:
+        pass
+    _make_folders(sftp, posixpath.dirname(path))
+    try:
+        sftp.mkdir(path, 0o700)
+    except OSError:
+        if not stat.S_ISDIR(sftp.stat(path).st_mode or 0):  # another connection may just have made it
+            raise

@@ -1,0 +1,70 @@
+"""Hosts to test with: this machine, and this machine again through a real SSH server."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slipstream.tasks.hosts.local import LocalHost
+
+
+@pytest.fixture(scope="session")
+def ssh_tools(load_test_module):
+    """tests/tasks/hosts/ssh_server.py"""
+    return load_test_module(Path(__file__).parent / "ssh_server.py")
+
+
+@pytest.fixture(scope="session")
+def need_sshd(ssh_tools):
+    """Skips where there is no OpenSSH server; in CI that is a failure."""
+    if ssh_tools.find_sshd() is None:
+        words = "no OpenSSH server here (Debian: apt-get install openssh-server)"
+        if os.environ.get("CI"):
+            pytest.fail(words)
+        pytest.skip(words)
+
+
+@pytest.fixture(scope="session")
+def ssh_server(need_sshd, ssh_tools, tmp_path_factory):
+    """A server whose key is trusted, shared by tests that leave it as it is."""
+    server = ssh_tools.SshServer(tmp_path_factory.mktemp("sshd"))
+    server.trust()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_server(need_sshd, ssh_tools, tmp_path):
+    """Makes servers of a test's own."""
+    made = []
+
+    def make(*lines):
+        made.append(ssh_tools.SshServer(tmp_path / f"sshd{len(made)}", *lines))
+        return made[-1]
+
+    yield make
+    for server in made:
+        server.stop()
+
+
+def _close(made, base):
+    for folder in sorted((base / "jobs").glob("*")):
+        made.stop(folder.name, drain_seconds=0)
+    made.close()
+
+
+@pytest.fixture
+def host(tmp_path):
+    """This machine, for what runs on the host itself: the same archive whatever the transport."""
+    made = LocalHost(tmp_path / "far")
+    yield made
+    _close(made, tmp_path / "far")
+
+
+@pytest.fixture(params=["local", "ssh"])
+def any_host(request, tmp_path):
+    """Each of the two hosts, for what the transport decides; whatever jobs a test leaves are stopped."""
+    base = tmp_path / "far"
+    made = LocalHost(base) if request.param == "local" else request.getfixturevalue("ssh_server").host(base)
+    yield made
+    _close(made, base)
