@@ -252,8 +252,9 @@ class Engine:
 
     def _collect(self, outputs: list[RequestOutput]) -> None:
         """Waits for the oldest launch, and hands out what it gave to the requests that have not ended meanwhile."""
-        flight = self._flights.popleft()
+        flight, began = self._flights.popleft(), time.perf_counter()
         record = wait_for(self.runner.ring, flight, self.runner.device, lambda: check_peers(self.target.parallel))
+        self.stats.waited_seconds += time.perf_counter() - began
         if self.agreement and not self._waits_for_each:
             self.agreement.note_record(record)
         if isinstance(flight.result, PrefillResult):

@@ -61,7 +61,7 @@ def no_room(config: EngineConfig, bytes_per_block: int, free: int, total: int) -
         f"the target's KV cache of {blocks:,} blocks ({blocks * size:,} tokens: {why}) needs "
         f"{blocks * bytes_per_block / _GIB:.2f} GiB beside the weights",
         expected=f"at most the {free / _GIB:.2f} GiB that are free of the card's {total / _GIB:.2f} GiB: room for "
-        f"{fits:,} tokens, less what the draft's cache and the graphs take",
+        f"{fits:,} tokens, less what the draft's cache, the attention's workspace and the graphs take",
         do="lower server.max_running_requests or server.max_context_tokens, or free the card (`nvidia-smi` names who "
         "uses it)",
     )

@@ -12,7 +12,7 @@ class EngineStats:
     acceptance: K in force -> counts. steps: calls of `Engine.step`. rounds: that gave something to a request; what was
     launched before the host knew that the last request had ended is not counted. draft_seconds and verify_seconds are
     those of rounds by the device's clock, sampling and commit in the latter; rest_seconds is what lay between launches
-    while there was work.
+    while there was work. waited_seconds: in which the host had nothing to do but to wait for a result.
     """
 
     acceptance: dict[int, AcceptanceCounts] = field(default_factory=dict)
@@ -24,6 +24,7 @@ class EngineStats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     rest_seconds: float = 0.0
+    waited_seconds: float = 0.0
     _last_end_ns: int = 0  # of the last launch that was counted, on the device's clock; 0: there was no work since
 
     def counts(self, num_steps: int) -> AcceptanceCounts:

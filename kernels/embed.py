@@ -1,4 +1,8 @@
-"""Token ids to the residual stream, with the angles of their positions, and a rank's part of that."""
+"""Token ids to the residual stream, with the angles of their positions, and a rank's part of that.
+
+Ids are checked on the host, before they get here: those of a request by `Engine.add_request`, the draft's map of ids
+when it is loaded. A kernel cannot raise; an id out of range is a row of zeros on a card, and an IndexError on the CPU.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -166,7 +166,7 @@ class LogitFindings:
     def add(self, trace: RequestTrace, prompt_tokens: int, target: TargetModel, reference: Reference) -> None:
         """Counts one greedy trace of `prompt_tokens` prompt tokens."""
         # [n, h] -> [n, V], where the target lies, then where the reference does
-        logits = target.logits(trace.teacher.to(target.embed_tokens.weight.device)).float().to(reference.logits.device)
+        logits = target.logits(trace.teacher.to(target.device)).float().to(reference.logits.device)
         in_bf16 = trace.teacher.dtype == torch.bfloat16
         ours, theirs = logits.argmax(-1), reference.logits_bf16 if in_bf16 else reference.logits
         top = theirs.max(-1).values  # [n]

@@ -2,13 +2,10 @@
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 
 import torch
 
-from slipstream.engine import engine as engine_module
 from slipstream.engine.engine import Engine
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.stats import EngineStats
@@ -71,18 +68,17 @@ def time_generate(
     prompts = prompts_of(engine, batch, prompt_tokens)
     params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
     engine.generate(prompts, params)
-    seconds, steps, tokens, waited = [], 0, 0, 0.0
+    seconds, steps, tokens = [], 0, 0
     before = replace(engine.stats)
     for _ in range(repeats):
         rounds, began = engine.stats.rounds, time.perf_counter()
-        with _waiting() as waits:
-            answers = engine.generate(prompts, params)
+        answers = engine.generate(prompts, params)
         took = time.perf_counter() - began
         steps = engine.stats.rounds - rounds + 1
         tokens = sum(len(answer.token_ids) for answer in answers)
         seconds.append(took / steps)
-        waited += sum(waits)
     median = statistics.median(seconds)
+    waited = engine.stats.waited_seconds - before.waited_seconds
     parts = _parts(engine.stats, before, sum(seconds) * steps - waited)
     spread = (max(seconds) - min(seconds)) / median
     return Timing(batch, engine.config.num_steps, median * 1e3, spread, steps, tokens, parts)
@@ -93,22 +89,3 @@ def _parts(after: EngineStats, before: EngineStats, host_seconds: float) -> Part
     names = [field.name for field in fields(Parts) if field.name != "host"]
     each = {name: getattr(after, f"{name}_seconds") - getattr(before, f"{name}_seconds") for name in names}
     return Parts(**{name: one / rounds * 1e3 for name, one in each.items()}, host=host_seconds / rounds * 1e3)
-
-
-@contextmanager
-def _waiting() -> Iterator[list[float]]:
-    """Seconds of every wait for the device meanwhile."""
-    waits: list[float] = []
-    wait_for = engine_module.wait_for
-
-    def timed(*arguments: object) -> object:
-        began = time.perf_counter()
-        record = wait_for(*arguments)  # type: ignore[arg-type]
-        waits.append(time.perf_counter() - began)
-        return record
-
-    engine_module.wait_for = timed  # type: ignore[assignment]
-    try:
-        yield waits
-    finally:
-        engine_module.wait_for = wait_for

@@ -124,6 +124,10 @@ class DenseModel(nn.Module):
         return self.norm(last)
 
     @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
     def tied_head(self) -> torch.Tensor | None:
         """The embedding's table [V, h], where it is the head's weight, too."""
         return self.embed_tokens.weight if self.lm_head is None else None

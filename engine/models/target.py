@@ -31,6 +31,10 @@ class TargetModel(Protocol):
     config: ModelConfig
     parallel: TensorParallel
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights lie."""
+
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: PagedKV, capture: tuple[int, ...] = ()
     ) -> TargetOutput:
