@@ -1,6 +1,6 @@
 """The fused matrix products of a decoder layer: what the ops of the same name do, in CUDA C++.
 
-Every op raises ValueError for what the kernel does not do; `supports` asks beforehand.
+Every op raises ValueError for what the kernel does not do.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,6 @@ from slipstream.kernels.stream import Norm, Stream
 
 CudaWeight = PackedWeight | Int4Weight
 _AS_PLANNED = Override()
-
-
-def supports(x: torch.Tensor, weight: CudaWeight) -> bool:
-    """Whether the kernels take these rows with this weight. x: [M, K], weight: of [N, K]."""
-    return not _unsupported(x, weight)
 
 
 def norm_linear(

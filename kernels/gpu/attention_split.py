@@ -125,7 +125,9 @@ class _Workspace:
         if partials <= self.partials.numel() and counters <= self.counters.numel():
             return
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("the workspace of paged attention grows during graph capture: call prepare before it")
+            raise ValueError(
+                "the workspace of paged attention grows during graph capture: launch this size once before it"
+            )
         self._outgrown += [self.partials, self.counters]
         self.partials = torch.empty(max(partials, self.partials.numel()), dtype=torch.float32, device=self.device)
         self.counters = torch.zeros(max(counters, self.counters.numel()), dtype=torch.int32, device=self.device)

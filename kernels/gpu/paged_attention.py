@@ -290,33 +290,6 @@ def _decode(
         acc = tl.zeros([M, D], tl.float32)
 
 
-def prepare(
-    device: torch.device,
-    batches: tuple[int, ...],
-    num_rows: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    context: int,
-    dtype: torch.dtype,
-) -> None:
-    """Allocates what launches of these sizes need, before graphs are captured. A warm-up launch does the same.
-
-    Args:
-        device: of the cache.
-        batches: requests of a step, every bucket.
-        num_rows: rows of a request, at most (K + 1).
-        heads, kv_heads, head_dim: of this rank.
-        context: tokens that a request's blocks hold.
-        dtype: of the cache.
-    """
-    tile, padded = tile_of(head_dim, dtype), padded_dim(head_dim)
-    device = torch.empty(0, device=device).device  # with its index
-    for batch in batches:
-        split = Split.of(batch, num_rows * (heads // kv_heads), kv_heads, context, tile, usual_cut(batch))
-        reserve(device, batch, kv_heads, split, padded)
-
-
 def paged_attention(
     q: torch.Tensor,
     cache: torch.Tensor,

@@ -1,15 +1,17 @@
 """What is timed: the harness on the CPU with tiny sizes, the bytes that shares are told of, and the record."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
+from slipstream.engine import in_flight
 from slipstream.engine.bench import cases
 from slipstream.engine.bench.cases import CASES, Case, Outcome, Row, run_cases, step_bytes, write_rows
 from slipstream.engine.bench.ceiling import read_ceiling
-from slipstream.engine.bench.generate import Parts, Timing
+from slipstream.engine.bench.generate import Parts, Timing, time_generate
 from slipstream.engine.bench.kernels import measure_kernels
 from slipstream.engine.bench.parts import profile_rounds
 from slipstream.engine.bench.sizes import LLAMA_8B, SIZES, SMOLLM2_135M, Size, random_draft, random_target
@@ -70,6 +72,22 @@ def test_cases_run_and_are_counted(tiny_size):
         assert parts.host > 0
         assert (parts.draft > 0) == (outcome.case.num_steps > 0)
         assert outcome.share == pytest.approx(step_bytes(TINY, outcome.case) / 1e12 / (outcome.timing.ms * 1e-3))
+
+
+def test_the_engine_counts_what_it_waited(monkeypatch):
+    """Every wait is counted, and is not the host's work."""
+    waits = []
+
+    def slow(*arguments):
+        waits.append(time.sleep(0.004))
+        return in_flight.wait_for(*arguments)
+
+    monkeypatch.setattr("slipstream.engine.engine.wait_for", slow)
+    engine = Engine(random_target(TINY, "cpu"), EngineConfig(num_steps=0, max_context_tokens=64))
+    timing = time_generate(engine, 1, prompt_tokens=5, new_tokens=9, repeats=1)
+    assert len(waits) >= 2 * timing.steps  # of the repeat that is thrown away, too
+    assert engine.stats.waited_seconds >= 0.004 * len(waits)
+    assert timing.parts.host <= timing.ms - 4
 
 
 def test_int4_weights_are_counted_and_run():

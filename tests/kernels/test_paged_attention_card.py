@@ -250,9 +250,9 @@ def test_a_capture_that_lacks_room_is_refused(paged: ModuleType, monkeypatch: py
     want = gpu.paged_attention(q, case.cache, case.table, positions, 0.1)  # compiled
     monkeypatch.setattr(attention_split, "_WORKSPACES", {})
     graph = torch.cuda.CUDAGraph()
-    with pytest.raises(ValueError, match="call prepare"), torch.cuda.graph(graph):
+    with pytest.raises(ValueError, match="launch this size once"), torch.cuda.graph(graph):
         gpu.paged_attention(q, case.cache, case.table, positions, 0.1)
-    gpu.prepare(q.device, (1,), 4, 9, 3, 64, case.table.shape[1] * 16, torch.bfloat16)
+    gpu.paged_attention(q, case.cache, case.table, positions, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = gpu.paged_attention(q, case.cache, case.table, positions, 0.1)
