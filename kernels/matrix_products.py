@@ -27,7 +27,8 @@ class MatrixProducts:
     Args:
         kernels: "cuda" (CUDA C++), "triton", or "torch" (on the CPU).
         reason: why these.
-        compile_seconds: that nvcc and loading took in this process; 0 where nothing was compiled.
+        compile_seconds: that nvcc and loading took in this process so far, INT4's of models that came; 0 where nothing
+            was compiled.
     """
 
     kernels: Literal["cuda", "triton", "torch"]
@@ -49,7 +50,7 @@ def matrix_products(device: torch.device | str) -> MatrixProducts:
         return MatrixProducts("triton", f"{VARIABLE}=triton")
     problem, seconds = _load()
     if not problem:
-        return MatrixProducts("cuda", "compiled for this card", seconds)
+        return MatrixProducts("cuda", "compiled for this card", seconds + sum(_int4_seconds.values()))
     if asked == "cuda":
         raise ValueError(f"{VARIABLE}=cuda, and {problem}; install nvcc of CUDA 12 or newer, or unset the variable")
     return MatrixProducts("triton", problem)
@@ -67,12 +68,17 @@ def int4_products(groups: frozenset[int]) -> bool:
     return not problem
 
 
+_int4_seconds: dict[frozenset[int], float] = {}  # that compiling and loading took, by groups
+
+
 @functools.cache
 def _load_int4(groups: frozenset[int]) -> str:
     from slipstream.kernels.cuda import int4_launch
 
+    began = time.perf_counter()
     try:
         int4_launch.load(torch.cuda.current_device(), tuple(sorted(groups)))
+        _int4_seconds[groups] = time.perf_counter() - began
         return ""
     except (RuntimeError, OSError) as error:
         problem = f"the CUDA C++ kernels over INT4 weights cannot be loaded: {error}"

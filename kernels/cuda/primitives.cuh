@@ -160,6 +160,11 @@ __device__ inline uint4 load_shared(uint32_t from) {
                  : "memory");
     return v;
 }
+__device__ inline uint2 load_shared_8(uint32_t from) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
+    return v;
+}
 // The first `threads` threads of the CTA.
 __device__ inline void sync_some(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 // The same value, of which the compiler knows nothing: what is computed from it is not kept in registers over a loop.

@@ -1,24 +1,27 @@
 """Times matrix products over INT4 weights inside CUDA graphs, weights cold. By hand, on a GPU; ends within a minute:
 
-    python tests/benchmarks/int4_bench.py [--only chains|shapes|triton] [--ceiling 4.55]
+    python tests/benchmarks/int4_bench.py [--only check|chains|sweep|shapes|triton] [--ceiling 4.55]
 
-Shapes are those of an 8B Llama. `plan` is the kernel that serving takes; the others are the same sum cut otherwise (row
-tiles . depth . staged . warps). A chain is the products of 32 layers, and the bf16 head, in one graph; no attention.
+Shapes are those of an 8B Llama. `plan` is the kernel that serving takes; the others are the same sum cut otherwise: row
+tiles . depth . staged, or of the kernels with rings row tiles . quads of x . place of x. A chain is the products of 32
+layers, and the bf16 head, in one graph; no attention. The sweep runs chains with rings of other sizes.
 """
 
 import argparse
+import contextlib
+import copy
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from cold_graphs import TWINS, copies_of, relative_error, seconds_per_replay
 
-from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import int4_launch, skinny_gemm
-from slipstream.kernels.cuda.int4_launch import Variant
+from slipstream.kernels.cuda.int4_launch import DIRECT_16, NARROW, RING_CLUSTER, Cut, Ring, Trigger, Variant
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.cuda.pack import pack
 from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
@@ -26,8 +29,7 @@ from slipstream.kernels.norm_qkv import Heads, KVSink
 from slipstream.kernels.stream import Norm, Stream
 
 HEADS, HIDDEN, INNER, VOCABULARY, LAYERS = Heads(32, 8, 128), 4096, 14336, 128256, 32
-ROWS = (1, 4, 16)
-COLD_BYTES = 300e6  # weights rotate through so many: five times the L2
+ROWS = (1, 4, 8, 16)
 OPS = {
     "qkv": (6144, 4096, 64),
     "add o": (4096, 4096, 16),
@@ -57,6 +59,17 @@ class Inputs:
         cache = torch.zeros(8, 16, 2, HEADS.kv, HEADS.dim, dtype=torch.bfloat16, device="cuda")
         self.sink = KVSink(cache, torch.arange(rows, device="cuda"))
 
+    def first(self, rows: int) -> "Inputs":
+        """The same for the first rows alone."""
+        made = copy.copy(self)
+        made.hidden, made.inner, made.cos, made.sin = (
+            one[:rows] for one in (self.hidden, self.inner, self.cos, self.sin)
+        )
+        assert self.stream.sumsq is not None
+        made.stream = Stream(made.hidden, self.stream.sumsq[:rows])
+        made.sink = KVSink(self.sink.cache, self.sink.write_index[:rows])
+        return made
+
     def run(self, op: str, weight: Int4Weight, ops: Any = skinny_gemm, **more: Any) -> torch.Tensor:
         if op == "qkv":
             arguments = (self.stream, self.norm, weight, HEADS, self.cos, self.sin)
@@ -67,50 +80,17 @@ class Inputs:
         return ops.linear_add(x, weight, self.stream, **more).rows
 
 
-class Twins:
-    """The ops as torch runs them: gradients are on, so that no kernel is taken."""
-
-    norm_qkv = staticmethod(norm_qkv.norm_qkv)
-    linear_add = staticmethod(linear_add.linear_add)
-    norm_gate_up = staticmethod(norm_gate_up.norm_gate_up)
-    norm_linear = staticmethod(norm_linear.norm_linear)
-
-
-def seconds_per_replay(work: Callable[[], object], replays: int = 7) -> float:
-    """Median time of one replay of the graph that `work` becomes."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
-    times = []
-    for i in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) / 1e3)
-    del kept
-    return statistics.median(times)
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
 def shapes(ceiling: float) -> list[dict[str, object]]:
     """One product alone, its launches in a row; each reads other weights."""
     results: list[dict[str, object]] = []
     for group in (128, 32):
         for op, (n, k, half) in OPS.items():
-            copies = max(2, round(COLD_BYTES / (n * k / 2)))
+            copies = copies_of(n * k / 2)
             weights = [random_weight(n, k, group, half) for _ in range(copies)]
             for rows in ROWS:
                 inputs = Inputs(rows)
                 with torch.enable_grad():
-                    expected = inputs.run(op, weights[-1], Twins)
+                    expected = inputs.run(op, weights[-1], TWINS)
 
                 def work(
                     override: Override, op: str = op, inputs: Inputs = inputs, weights: list[Int4Weight] = weights
@@ -135,24 +115,57 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
-def others(op: str, rows: int) -> list[Variant]:
+def others(op: str, rows: int) -> list[Variant | Ring]:
     """Cuts to compare with the plan."""
-    n, k, _ = OPS[op]
-    parts, _ = int4_launch.split_k(n, k)
+    _, k, _ = OPS[op]
+    parts, per_part = int4_launch.split_k(k)
     limit = int4_launch.shared_limit(90)
-    plan = int4_launch.choose(EPILOGUES[op], rows, k, parts, limit)
-    return [
+    norm = int4_launch.has_norm(EPILOGUES[op])
+    rings = [ring for ring in int4_launch.RINGS if ring.takes(norm, rows, per_part)]
+    loads = [
         v
         for v in int4_launch.VARIANTS
-        if v != plan
-        and parts <= v.max_warps
-        and 8 * v.row_tiles >= rows > 4 * v.row_tiles - 4
-        and v.staged_bytes(rows, k) + v.sums_bytes(parts) <= limit
+        if 8 * v.row_tiles >= rows > 4 * v.row_tiles - 4 and v.staged_bytes(rows, k) + v.sums_bytes(parts) <= limit
     ]
+    return [*rings[1:], *loads]
 
 
-def label(variant: Variant) -> str:
-    return f"{variant.row_tiles}.{variant.depth}.{int(variant.staged)}.{variant.max_warps}"
+def label(kernel: Variant | Ring) -> str:
+    if isinstance(kernel, Ring):
+        return kernel.rows.name.lower()
+    return f"{kernel.row_tiles}.{kernel.depth}.{int(kernel.staged)}"
+
+
+@contextlib.contextmanager
+def rings_cut(cut: Cut) -> Iterator[None]:
+    """Launches cut their rings so."""
+    kept = int4_launch.CUT
+    int4_launch.CUT = cut
+    try:
+        yield
+    finally:
+        int4_launch.CUT = kept
+
+
+PLAN = int4_launch.CUT
+CUTS = {
+    "plan": PLAN,
+    "trigger last copy": replace(PLAN, trigger=Trigger.AT_LAST_COPY),
+    "trigger end": replace(PLAN, trigger=Trigger.AT_END),
+    "ring 40 KB": replace(PLAN, ring_bytes=40 << 10),
+    "ring 60 KB": replace(PLAN, ring_bytes=60 << 10),
+    "ring 100 KB": replace(PLAN, ring_bytes=100 << 10),
+    "ring 110 KB": replace(PLAN, ring_bytes=112 << 10),
+    "whole SM": replace(PLAN, whole_sm=True),
+    "whole SM, 160 KB": replace(PLAN, whole_sm=True, ring_bytes=160 << 10),
+    "2 quads a slot": replace(PLAN, step=2),
+    "2 quads, 100 KB": replace(PLAN, step=2, ring_bytes=100 << 10),
+    "L2 2 quads ahead": replace(PLAN, ahead=2),
+    "L2 4 ahead": replace(PLAN, ahead=4),
+    "L2 8 ahead": replace(PLAN, ahead=8),
+    "last copy, L2 4": replace(PLAN, trigger=Trigger.AT_LAST_COPY, ahead=4),
+    "last copy, 100 KB": replace(PLAN, trigger=Trigger.AT_LAST_COPY, ring_bytes=100 << 10),
+}
 
 
 class Chain:
@@ -176,20 +189,56 @@ class Chain:
 
 
 def check(group: int) -> None:
-    """Two layers against the torch twins, with dependent launch against without, and a row alone against four."""
-    chain, inputs = Chain(group, 2), Inputs(4)
+    """Two layers of sixteen rows against the torch twins; their bits by loads, fewer rows, without PDL, recut."""
+    chain, inputs = Chain(group, 2), Inputs(16)
     with torch.enable_grad():
-        expected = chain.forward(inputs, Twins).rows
-    found = chain.forward(inputs, override=Override(pdl=True)).rows
-    same = found.equal(chain.forward(inputs, override=Override(pdl=False)).rows)
-    alone = Inputs(1)
-    alone.stream = Stream(inputs.hidden[:1], inputs.stream.sumsq[:1])  # type: ignore[index]
-    alone.cos, alone.sin = inputs.cos[:1], inputs.sin[:1]
-    one = found[:1].equal(chain.forward(alone).rows)
-    print(f"g{group}: two layers, relative error to the twins {relative_error(found, expected):.5f}, ", end="")
-    print(f"same bits without PDL: {same}, alone: {one}", flush=True)
-    assert same
-    assert one
+        expected = chain.forward(inputs, TWINS).rows
+    found = chain.forward(inputs).rows
+    error = relative_error(found, expected)
+    same = {
+        label(kernel): found.equal(chain.forward(inputs, override=Override(variant=kernel)).rows)  # type: ignore[arg-type]
+        for kernel in (DIRECT_16, RING_CLUSTER)
+    }
+    for rows in (1, 3, 8, 16):
+        few = inputs.first(rows)
+        for pdl in (False, True):
+            same[f"{rows} rows, PDL {pdl}"] = found[:rows].equal(chain.forward(few, override=Override(pdl=pdl)).rows)
+        for name, cut in CUTS.items():
+            with rings_cut(cut):
+                same[f"{rows} rows, {name}"] = found[:rows].equal(chain.forward(few, override=Override(pdl=True)).rows)
+    other = [name for name, equal in same.items() if not equal]
+    words = f"relative error to the twins {error:.5f}; {len(same)} runs, other bits: {other or 'none'}"
+    print(f"g{group}: two layers, {words}", flush=True)
+    assert error < 1e-2
+    assert not other
+
+
+def checks(_: float) -> list[dict[str, object]]:
+    for group in (128, 32):
+        check(group)
+    return []
+
+
+def sweep(ceiling: float) -> list[dict[str, object]]:
+    """Chains with rings cut in every way of CUTS."""
+    results: list[dict[str, object]] = []
+    for group in (128, 32):
+        chain = Chain(group)
+        for rows in ROWS:
+            inputs = Inputs(rows)
+            for name, cut in CUTS.items():
+                with rings_cut(cut):
+                    seconds = seconds_per_replay(lambda chain=chain, inputs=inputs: chain.forward(inputs))
+                    kernels = " ".join(
+                        label(int4_launch.choose(EPILOGUES[op], rows, (n, k), group, int4_launch.capability(), 132))
+                        for op, (n, k, _) in OPS.items()
+                    )
+                share = chain.int4_bytes / seconds / 1e12 / ceiling
+                print(f"g{group:<3} M={rows:<2} {name:18} {seconds * 1e3:6.3f} ms {share:4.0%} {kernels}", flush=True)
+                results.append({"sweep": name, "group": group, "rows": rows, "ms": seconds * 1e3})
+        del chain
+        torch.cuda.empty_cache()
+    return results
 
 
 def chains(ceiling: float) -> list[dict[str, object]]:
@@ -197,7 +246,6 @@ def chains(ceiling: float) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     head = pack(torch.empty(VOCABULARY, HIDDEN, dtype=torch.bfloat16, device="cuda").normal_(std=HIDDEN**-0.5))
     for group in (128, 32):
-        check(group)
         chain = Chain(group)
         for rows in ROWS:
             inputs = Inputs(rows)
@@ -206,6 +254,8 @@ def chains(ceiling: float) -> list[dict[str, object]]:
                 ("layers", False, Override()),
                 ("layers, no PDL", False, Override(pdl=False)),
                 ("layers, no evict_first", False, Override(evict_first=False)),
+                ("layers, by loads", False, Override(variant=NARROW if rows == 1 else DIRECT_16)),  # type: ignore[arg-type]
+                ("layers, in clusters", False, Override(variant=RING_CLUSTER)),  # type: ignore[arg-type]
                 ("layers + head", True, Override()),
             ):
 
@@ -232,7 +282,7 @@ def triton(ceiling: float) -> list[dict[str, object]]:
     results: list[dict[str, object]] = []
     for group in (128, 32):
         for op, (n, k, _) in OPS.items():
-            copies = max(2, round(COLD_BYTES / (n * k / 2)))
+            copies = copies_of(n * k / 2)
             weights = [random_weight(n, k, group, 16) for _ in range(copies)]
             x = torch.randn(1, k, device="cuda").bfloat16()
             error = relative_error(linear_int4(x, weights[0]), x.float() @ dequantise(*disarrange(weights[0])).T)
@@ -246,10 +296,13 @@ def triton(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
+PARTS = {"check": checks, "chains": chains, "sweep": sweep, "shapes": shapes, "triton": triton}
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", choices=("chains", "shapes", "triton"))
+    parser.add_argument("--only", choices=tuple(PARTS))
     parser.add_argument("--ceiling", type=float, default=4.55, help="TB/s of a pure read")
     args = parser.parse_args()
     began = time.monotonic()
@@ -258,7 +311,7 @@ def main() -> None:
         f"{torch.cuda.get_device_name()}: kernels compiled and loaded in {time.monotonic() - began:.1f} s", flush=True
     )
     results: list[dict[str, object]] = []
-    for name, part in (("chains", chains), ("shapes", shapes), ("triton", triton)):
+    for name, part in PARTS.items():
         if args.only in (None, name):
             results += part(args.ceiling)
             print(f"[{name}: {time.monotonic() - began:.1f} s since the start]", flush=True)

@@ -12,16 +12,14 @@ import dataclasses
 import functools
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cold_graphs import TWINS, copies_of, relative_error, seconds_per_replay
 
-from slipstream.kernels import linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import launch, skinny_gemm
 from slipstream.kernels.cuda.launch import Override, Variant
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder, pack
@@ -41,27 +39,6 @@ SHAPES = (  # N, K
     (49152, 576),
 )
 ROWS = (1, 4, 8, 16, 64)
-COLD_BYTES = 300e6  # weights rotate through so many: five times the L2
-
-
-def seconds_per_replay(work: Callable[[], object], replays: int = 7) -> float:
-    """Median time of one replay of the graph that `work` becomes."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = work()
-    times = []
-    for i in range(replays + 2):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if i >= 2:
-            times.append(start.elapsed_time(end) / 1e3)
-    del kept
-    return statistics.median(times)
 
 
 @contextlib.contextmanager
@@ -95,7 +72,7 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
     """One product alone, its launches in a row; each reads other weights."""
     results = []
     for n, k in SHAPES:
-        copies = max(2, round(COLD_BYTES / (2 * n * k)))
+        copies = copies_of(2 * n * k)
         plain = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_(std=k**-0.5)
         weights = [pack(plain) for _ in range(copies)]
         for rows in ROWS:
@@ -117,7 +94,7 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
                 *others(rows),
             ]:
                 try:
-                    error = float((kernel(override).float() - expected).norm() / expected.norm())
+                    error = relative_error(kernel(override), expected)
                 except ValueError:
                     continue  # more parts than this kernel has registers for
                 assert error < 5e-3, f"{n} x {k}, {rows} rows, {name}: relative error {error}"
@@ -208,21 +185,13 @@ class Chain:
         return ops.norm_linear(stream, self.norm, head, **more)
 
 
-TWINS = SimpleNamespace(
-    norm_qkv=norm_qkv.norm_qkv,
-    linear_add=linear_add.linear_add,
-    norm_gate_up=norm_gate_up.norm_gate_up,
-    norm_linear=norm_linear.norm_linear,
-)
-
-
 def check(chain: Chain, name: str) -> None:
     """The chain against the torch twins, and with dependent launch against without."""
     x = torch.randn(4, chain.hidden, device="cuda").bfloat16()
     with torch.enable_grad():  # as training runs them: without the Triton kernels
         expected = chain.forward(x, TWINS).float()
     found = chain.forward(x, skinny_gemm, override=Override(pdl=True))
-    error = float((found.float() - expected).norm() / expected.norm())
+    error = relative_error(found, expected)
     same = found.equal(chain.forward(x, skinny_gemm, override=Override(pdl=False)))
     one = found[:1].equal(chain.forward(x[:1], skinny_gemm))
     with bulk_bytes_of(0):

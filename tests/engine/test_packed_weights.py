@@ -5,6 +5,7 @@ On the CPU the kernels' own source runs on the emulated GPU of tests/kernels/cud
 
 import copy
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -203,6 +204,7 @@ def card(monkeypatch):
     asked = []
     matrix_products._load.cache_clear()
     matrix_products._load_int4.cache_clear()
+    monkeypatch.setattr(matrix_products, "_int4_seconds", {})
     monkeypatch.delenv(matrix_products.VARIABLE, raising=False)
     monkeypatch.setattr(gpu_launch, "capability", lambda: 90)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -264,12 +266,18 @@ def test_int4_weights_run_in_cuda_where_the_kernels_take_them(card, monkeypatch,
             layer.weight = arrange(words, torch.ones(64, width // 32).bfloat16(), 32)
         return made
 
-    monkeypatch.setattr(int4_launch, "load", lambda device, groups: card.append(groups))
+    def load(device, groups):
+        time.sleep(0.05)
+        card.append(groups)
+
+    monkeypatch.setattr(int4_launch, "load", load)
     ours = model()
     told = describe(pack_for_device(ours, "cuda"), ours)
     assert card == [0, (32,)]
     assert [layer.weight.cuda for layer in ours] == [True, False, True]
     assert (told["packed_weights"], told["other_weights"]) == (2, 1)
+    # What a start tells, after its models have come, has the seconds of theirs.
+    assert describe(matrix_products.matrix_products("cuda"), ours)["compile_seconds"] >= 0.05
     x = torch.zeros(2, 128).bfloat16()
     monkeypatch.setattr(dispatch, "on_gpu", lambda x: True)
     assert dispatch.cuda_products(ours[0].weight, x, 32) is products

@@ -84,13 +84,15 @@ class Emulator:
         params: Any,
         common: Params,
         pieces: tuple[int, ...],
+        scales: tuple[int, ...] = (),
     ) -> None:
-        """pieces: of 16 bytes, the weight's."""
+        """pieces: of 16 bytes, the weight's; scales: where they begin and end."""
         library = self._libraries[epilogue]
         reads, flows = np.zeros(pieces, dtype=np.uint32), np.zeros((grid, 4), dtype=np.int64)
         ranges = [common.x, common.x + 2 * ((common.M - 1) * common.x_stride + common.K)]
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
+        ranges += scales
         self.faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,
@@ -125,7 +127,8 @@ class Int4Emulator(Emulator):
     ) -> None:
         common = params.common
         pieces = (common.tiles // 2, common.K // 32, 32)
-        self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
+        scales = (params.scales, params.scales + 64 * pieces[0] * common.K // int(name.split("_")[3]))
+        self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces, scales)
 
 
 class WideEmulator(Emulator):

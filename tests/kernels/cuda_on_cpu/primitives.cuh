@@ -31,7 +31,7 @@ struct Index {
 };
 static Index threadIdx, blockIdx, blockDim, gridDim;
 constexpr int SHARED_FLOATS = 1 << 16;           // of a CTA
-alignas(128) float shared[6 * SHARED_FLOATS];  // of a cluster
+alignas(128) float shared[8 * SHARED_FLOATS];  // of a cluster
 using std::max;
 using std::min;
 
@@ -180,15 +180,30 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
 inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     while (uint32_t(emulator::copy_barriers.at(barrier).phases % 2) == parity) emulator::yield();
 }
-inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t) {
+inline bool in_weight(const bf16* from, int bytes) {
     const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
-    if (to % 16 || at % 16 || bytes % 16 || bytes <= 0 || to + bytes > sizeof(shared) || at < 0 ||
-        size_t(at + bytes) > 16 * emulator::weight_reads.size()) {
+    return at >= 0 && size_t(at + bytes) <= 16 * emulator::weight_reads.size();
+}
+// Of the weight, or of what else is not written by a kernel before (ranges from the second on).
+inline bool may_be_copied(const bf16* from, int bytes) {
+    const char* at = reinterpret_cast<const char*>(from);
+    if (bytes <= 0 || bytes % 16 || reinterpret_cast<uintptr_t>(from) % 16) return false;
+    if (in_weight(from, bytes)) return true;
+    for (int i = 1; i < emulator::num_activations; ++i) {
+        if (at >= emulator::activation_begin[i] && at + bytes <= emulator::activation_end[i]) return true;
+    }
+    return false;
+}
+inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t) {
+    if (to % 16 || to + bytes > sizeof(shared) || !may_be_copied(from, bytes)) {
         ++emulator::outside_reads;
         return;
     }
     ++emulator::flow.copies;
-    for (int i = 0; i < bytes / 16; ++i) ++emulator::weight_reads[at / 16 + i];
+    if (in_weight(from, bytes)) {
+        const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
+        for (int i = 0; i < bytes / 16; ++i) ++emulator::weight_reads[at / 16 + i];
+    }
     std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
     emulator::copies.push_back({to, barrier, reinterpret_cast<const char*>(from), bytes,
                                 emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
@@ -207,6 +222,12 @@ inline void bulk_prefetch(const bf16* from, int bytes, uint64_t) {
 }
 inline uint4 load_shared(uint32_t from) {
     return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
+}
+inline uint2 load_shared_8(uint32_t from) {
+    uint2 v;
+    if (from % 8 || from + 8 > sizeof(shared)) ++emulator::outside_reads;
+    memcpy(&v, reinterpret_cast<const char*>(shared) + from, 8);
+    return v;
 }
 inline void sync_warp() { emulator::exchange(0xffffffffu, {}); }
 inline void sync_some(int threads) { emulator::arrive(emulator::some_barriers[emulated_rank()], threads); }
