@@ -87,7 +87,7 @@ def test_the_engine_counts_what_it_waited(monkeypatch):
     timing = time_generate(engine, 1, prompt_tokens=5, new_tokens=9, repeats=1)
     assert len(waits) >= 2 * timing.steps  # of the repeat that is thrown away, too
     assert engine.stats.waited_seconds >= 0.004 * len(waits)
-    assert timing.parts.host <= timing.ms - 4
+    assert timing.parts.host * (timing.steps - 1) <= (timing.ms - 4) * timing.steps + 1e-6  # a round; a step
 
 
 def test_int4_weights_are_counted_and_run():
