@@ -269,6 +269,7 @@ class Engine:
             self.agreement.note_states(result.states)
             last = [c for c, chunk in enumerate(flight.chunks) if chunk.is_last]
             self.agreement.note_tokens(*[result.token[c] for c in last])
+        whole = self.target.vocabulary.whole(result.logits) if self._num_watched else None
         counted = False
         for c, (chunk, news) in enumerate(zip(flight.chunks, record.requests, strict=True)):
             sequence = chunk.sequence
@@ -285,8 +286,7 @@ class Engine:
                     logits = self.target.logits(result.last[c])
                 sequence.recorder.add(states, result.last[c, : chunk.rows], logits[: chunk.rows])
             if chunk.is_last:
-                last_row = result.logits[c] if self._num_watched else None
-                outputs.append(self._deliver(sequence, news.tokens, last_row))
+                outputs.append(self._deliver(sequence, news.tokens, None if whole is None else whole[c]))
 
     def _collect_round(
         self, flight: Flight, result: RoundResult, record: RoundRecord, outputs: list[RequestOutput]
@@ -296,6 +296,8 @@ class Engine:
             self.agreement.note_tokens(result.tokens, result.accepted, result.start)
             if result.proposal is not None:
                 self.agreement.note_drafts(result.proposal.tokens)
+        if self._num_watched:
+            result = self._whole(result)
         num_steps, counted = self.config.num_steps, False
         counts = self.stats.counts(num_steps)
         for b, (sequence, news) in enumerate(zip(flight.sequences, record.requests, strict=True)):
@@ -311,6 +313,12 @@ class Engine:
             output = self._deliver(sequence, news.tokens, result.logits[b] if self._num_watched else None)
             counts.add(news.accepted, news.num_valid < num_steps, output.finish_reason is not None)
             outputs.append(output)
+
+    @torch.inference_mode()
+    def _whole(self, result: RoundResult) -> RoundResult:
+        """With all columns of the logits, for who reads them: ranks exchange them outside of the captured round."""
+        proposal = result.proposal and result.proposal.whole()
+        return replace(result, logits=self.target.vocabulary.whole(result.logits), proposal=proposal)
 
     def _deliver(self, sequence: Running, tokens: list[int], logits: torch.Tensor | None) -> RequestOutput:
         """Hands over committed tokens, cut at a stop token or the limit.

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from slipstream.engine.config import EngineConfig
+from slipstream.engine.tensor_parallel import SplitVocabulary
 from slipstream.kernels.sampling import SamplingBatch
 
 
@@ -44,10 +45,21 @@ class DraftBatch:
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens: [B, K] int64 target ids. logits: K x [B, Vd], one a step; None where the proposer has none."""
+    """What was proposed.
+
+    tokens: [B, K] int64 target ids. logits: K x [B, Vd], one a step, or this rank's columns, as `vocabulary` has it;
+    both None where the proposer has none.
+    """
 
     tokens: torch.Tensor
     logits: tuple[torch.Tensor, ...] | None
+    vocabulary: SplitVocabulary | None = None
+
+    def whole(self) -> "Proposal":
+        """The same with logits of the whole draft vocabulary. All ranks call it."""
+        if self.logits is None or self.vocabulary is None:
+            return self
+        return Proposal(self.tokens, tuple(self.vocabulary.whole(one) for one in self.logits))
 
 
 class Proposer(Protocol):
@@ -129,11 +141,12 @@ class OracleProposer:
             self.inner.absorb(batch)
 
     def propose(self, batch: DraftBatch) -> Proposal:
-        logits = self.inner.propose(batch).logits if self.inner else None
+        inner = self.inner.propose(batch) if self.inner else None
         assert self.drafts is not None, "allocate comes first"
         assert batch.committed_lengths is not None
         lengths = batch.committed_lengths.clamp(max=self.drafts.shape[1] - 1)  # a full request has no next round
-        return Proposal(self.drafts[batch.slots, lengths], logits)  # [B, K]
+        drafts = self.drafts[batch.slots, lengths]  # [B, K]
+        return Proposal(drafts, inner.logits, inner.vocabulary) if inner else Proposal(drafts, None)
 
     def _row(self, request_id: str, length: int) -> list[int]:
         draw = random.Random(f"{self.seed}/{request_id}/{length}").random()

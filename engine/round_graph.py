@@ -224,7 +224,10 @@ class GraphSteps:
                         runner.target.logits(of_rows[0].result.last[0])
             for size in reversed(config.batch_buckets):
                 slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
-                self.rounds.insert(0, self._capture(slots, runner.round))
+                captured = self._capture(slots, runner.round)
+                self.rounds.insert(0, captured)
+                if captured.result.proposal is not None:  # as a trace asks for it, see above
+                    captured.result.proposal.whole()
         sizes = iter(self.rounds)
         fits = next(sizes)
         self._round_of = [fits]

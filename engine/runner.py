@@ -35,7 +35,8 @@ RING_DEPTH = 2 * MAX_ROUNDS_IN_FLIGHT + 4
 class PrefillResult:
     """Of C requests, a chunk each.
 
-    last [C, R, h]: slot N; states: slot name -> [C, R, h]; logits [C, 1, V], token [C, 1]: of each chunk's last row.
+    last [C, R, h]: slot N; states: slot name -> [C, R, h]; logits [C, 1, V] (of several ranks: as
+    `RoundResult`'s), token [C, 1]: of each chunk's last row.
     """
 
     last: torch.Tensor
@@ -54,7 +55,8 @@ class RoundResult:
         accepted: [B] int64.
         num_valid: [B] int64, drafts that could be used.
         proposal: the drafts, None at K = 0.
-        last: [B, K + 1, h], slot N; states: slot name -> [B, K + 1, h]; logits: [B, K + 1, V].
+        last: [B, K + 1, h], slot N; states: slot name -> [B, K + 1, h].
+        logits: [B, K + 1, V]; of several ranks this one's columns, where the target's `vocabulary` has a part.
     """
 
     start: torch.Tensor
@@ -149,8 +151,9 @@ class Runner:
                 )
             )
         last = select_last(out.last, rows - 1)[:, None]  # [C, R, h] -> [C, 1, h]
-        logits = self.target.logits(last)  # [C, 1, V]
-        token = sample(logits, table.sampling(slots), (start + rows)[:, None])  # [C, 1]
+        logits = self.target.own_logits(last)  # [C, 1, V], or this rank's columns
+        part = self.target.vocabulary.part
+        token = sample(logits, table.sampling(slots), (start + rows)[:, None], part=part)  # [C, 1]
         commit_first(table, slots, token, is_last, self.ring)
         return PrefillResult(out.last, out.states, logits, token)
 
@@ -182,8 +185,9 @@ class Runner:
         assert rows.block_table is not None
         kv = self.cache.view(rows.block_table, write_index=rows.write_index)
         out = self.target(rows.token_ids, rows.positions, kv, self.capture)
-        logits = self.target.logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V]
-        tokens = sample(logits, sampling, rows.positions, 1)  # [B, K + 1], each for the position behind its row
+        logits = self.target.own_logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V], or this rank's columns
+        part = self.target.vocabulary.part
+        tokens = sample(logits, sampling, rows.positions, 1, part)  # [B, K + 1], each for the position behind its row
         committed = commit_round(table, slots, rows, tokens, self.ring)
         if self.feature_plan.slots:
             names = self.feature_plan.names

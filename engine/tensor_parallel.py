@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
 from slipstream.kernels.all_reduce_add import add, all_reduce_add
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.vocabulary_part import VocabularyPart
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,12 @@ class HeadCut:
 
 
 class CardExchange(Protocol):
-    """How ranks on cards exchange tensors: `PeerExchange` or `NcclExchange` of the kernels."""
+    """How ranks on cards exchange tensors: `PeerExchange` or `NcclExchange` of the kernels.
+
+    in_kernels: other kernels can exchange words by it themselves.
+    """
+
+    in_kernels: bool
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As the op of that name."""
@@ -137,8 +142,8 @@ class AllReduce(nn.Module):
         return all_reduce_add(partial, stream, self.parallel.carrier(partial))
 
 
-class GatherVocabulary(nn.Module):
-    """Logits over the whole vocabulary on every rank, from each rank's part: the one place where they are put together.
+class SplitVocabulary:
+    """Logits of a vocabulary that is divided over the ranks.
 
     Args:
         vocab_size: rows of the head, cut by `TensorParallel.cut`.
@@ -146,18 +151,29 @@ class GatherVocabulary(nn.Module):
     """
 
     def __init__(self, vocab_size: int, parallel: TensorParallel) -> None:
-        super().__init__()
-        self.vocab_size, self.parallel = vocab_size, parallel
+        self.parallel = parallel
+        self.widths = [_cut(vocab_size, rank, parallel.size).size for rank in range(parallel.size)]
 
-    def forward(self, logits: torch.Tensor) -> torch.Tensor:
-        """This rank's logits [..., Vr] -> [..., V]."""
-        if self.parallel.size == 1:
-            return logits
-        sizes = [_cut(self.vocab_size, rank, self.parallel.size).size for rank in range(self.parallel.size)]
-        if logits.is_cuda:
-            assert self.parallel.card is not None
-            return self.parallel.card.all_gather(logits, sizes)
-        return torch.cat(all_gather(logits, sizes, self.parallel.group), dim=-1)  # size x [..., Vr] -> [..., V]
+    @property
+    def part(self) -> VocabularyPart | None:
+        """What this rank has of the logits that `own` leaves; None where that is all of them."""
+        parallel = self.parallel
+        if parallel.size == 1 or (parallel.card is not None and not parallel.card.in_kernels):
+            return None
+        return self._part
+
+    def own(self, logits: torch.Tensor) -> torch.Tensor:
+        """This rank's logits [..., Vr] -> as `part` says: the same, or [..., V]."""
+        return logits if self.part is not None or self.parallel.size == 1 else self._part.gather(logits)
+
+    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """What `own` left -> [..., V]: the one place where logits are put together. All ranks call it."""
+        return logits if self.part is None else self._part.gather(logits)
+
+    @property
+    def _part(self) -> VocabularyPart:
+        parallel = self.parallel
+        return VocabularyPart(parallel.rank, self.widths, parallel.group if parallel.card is None else parallel.card)
 
 
 @dataclass(frozen=True)

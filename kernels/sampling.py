@@ -12,6 +12,7 @@ from slipstream.kernels.dispatch import on_gpu
 from slipstream.kernels.gumbel_noise import gumbel_noise
 from slipstream.kernels.logit_filters import filter_logits
 from slipstream.kernels.sampling_batch import RowParams, SamplingBatch
+from slipstream.kernels.vocabulary_part import VocabularyPart
 
 __all__ = [
     "RowParams",
@@ -25,30 +26,43 @@ __all__ = [
 ]
 
 
-def sample(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tensor, offset: int = 0) -> torch.Tensor:
+def sample(
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    positions: torch.Tensor,
+    offset: int = 0,
+    part: VocabularyPart | None = None,
+) -> torch.Tensor:
     """The target's token at each position; greedy rows take the largest logit, ties to the lowest id.
 
     Args:
-        logits: [B, R, V], any float dtype.
+        logits: [B, R, V], any float dtype; the columns of `part` where that is given.
         sampling: parameters of the B requests.
         positions: [B, R] int64; positions + offset: absolute position of the token that each row chooses.
         offset: 1 where `positions` are those of the rows themselves, whose next token is chosen.
+        part: this rank's columns: each rank finds the best of its own, and a (score, id) of each is exchanged. Logits
+            themselves are, only where a request has top-k or top-p, which count over the whole vocabulary.
 
     Returns:
-        [B, R] int64 token ids.
+        [B, R] int64 token ids, the same on all ranks.
     """
     if on_gpu(logits):
         from slipstream.kernels.gpu import sampling as gpu
 
-        return gpu.sample(logits, sampling, positions, offset)
+        return gpu.sample(logits, sampling, positions, offset, part)
     sampling, positions = sampling.resolved(), positions + offset
+    if part is not None and (sampling.max_top_k or sampling.has_top_p):
+        logits, part = part.gather(logits), None
+    start = 0 if part is None else part.start
+    ids = torch.arange(start, start + logits.shape[-1], device=logits.device)
     if len(sampling.sampled_rows) == sampling.size > 0:
-        return _sample_rows(logits, sampling, positions)
-    tokens = logits.max(dim=-1).indices  # [B, R, V] -> [B, R]
+        return _joined(_largest(_noisy(logits, sampling, positions, ids)), part)
+    best = _largest(logits)
     if not sampling.is_greedy:
         rows = list(sampling.sampled_rows)
-        tokens[rows] = _sample_rows(logits[rows], sampling.select(rows), positions[rows])
-    return tokens
+        noisy = _largest(_noisy(logits[rows], sampling.select(rows), positions[rows], ids))
+        best[0][rows], best[1][rows] = noisy
+    return _joined(best, part)
 
 
 def propose_tokens(
@@ -58,16 +72,18 @@ def propose_tokens(
     target_ids: torch.Tensor,
     offset: int = 0,
     out: torch.Tensor | None = None,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """The draft's guess of `sample` at one position: argmax(z / T + the noise of the ids it maps to), unfiltered.
 
     Args:
-        logits: [B, Vd], any float dtype.
+        logits: [B, Vd], any float dtype; the columns of `part` where that is given.
         sampling: parameters of the B requests.
         positions: [B] int64; positions + offset: absolute position of the token being guessed.
-        target_ids: [Vd] int64, target id of each draft id.
+        target_ids: [Vd] int64, target id of each draft id, all of them.
         offset: how far the chain has come since `positions`.
         out: [B] int64, where the tokens go (a column of the round's drafts [B, K], say).
+        part: this rank's columns of the draft's vocabulary; a (score, id) of each rank is exchanged.
 
     Returns:
         [B] int64 target ids (`out` where given); of equals, that of the lowest draft id.
@@ -75,15 +91,17 @@ def propose_tokens(
     if on_gpu(logits):
         from slipstream.kernels.gpu import sampling as gpu
 
-        return gpu.propose_tokens(logits, sampling, positions, target_ids, offset, out)
+        return gpu.propose_tokens(logits, sampling, positions, target_ids, offset, out, part)
     sampling = sampling.resolved()
-    draft = logits.max(dim=-1).indices  # [B, Vd] -> [B]
-    if not sampling.is_greedy:
+    best = _largest(logits)  # [B, Vd] -> 2 x [B]
+    if not sampling.is_greedy and logits.shape[-1]:
         rows = list(sampling.sampled_rows)
         at = (positions[rows] + offset)[:, None]  # [B] -> [S, 1]
-        noise = gumbel_noise(sampling.seed[rows], sampling.choice[rows], at, target_ids)
+        own_ids = target_ids if part is None else target_ids[part.ids]
+        noise = gumbel_noise(sampling.seed[rows], sampling.choice[rows], at, own_ids)
         scores = logits[rows].float() / sampling.temperature[rows][:, None]
-        draft[rows] = (scores + noise[:, 0]).max(dim=-1).indices  # [S, 1, Vd] -> [S, Vd] -> [S]
+        best[0][rows], best[1][rows] = _largest(scores + noise[:, 0])  # [S, 1, Vd] -> [S, Vd] -> 2 x [S]
+    draft = _joined(best, part)
     return target_ids[draft] if out is None else out.copy_(target_ids[draft])
 
 
@@ -110,7 +128,25 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top_n: int) ->
     return TokenLogprobs(chosen, top.indices, top.values)
 
 
-def _sample_rows(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tensor) -> torch.Tensor:
-    ids = torch.arange(logits.shape[-1], device=logits.device)
+def _noisy(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Filtered logits / T with the noise of `ids` [V] added: [B, R, V]."""
+    if not len(ids):  # more ranks than columns
+        return logits
     noise = gumbel_noise(sampling.seed, sampling.choice, positions, ids)
-    return noise.add_(filter_logits(logits, sampling)).max(dim=-1).indices  # [B, R, V] -> [B, R]
+    return noise.add_(filter_logits(logits, sampling))
+
+
+def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[..., V] -> the largest score [...] fp32 and its column [...], of equals the first; -inf where V is 0."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], -float("inf"), dtype=torch.float32), scores.new_zeros(
+            scores.shape[:-1], dtype=torch.int64
+        )
+    best = scores.max(dim=-1)
+    return best.values.float(), best.indices
+
+
+def _joined(best: tuple[torch.Tensor, torch.Tensor], part: VocabularyPart | None) -> torch.Tensor:
+    """The id of the best over all ranks, from this rank's (score, column)."""
+    score, column = best
+    return column if part is None else part.best(score, column + part.start)

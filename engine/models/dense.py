@@ -15,7 +15,7 @@ from slipstream.engine.layers import (
 )
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.target import TargetOutput
-from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
+from slipstream.engine.tensor_parallel import SplitVocabulary, TensorParallel, single
 from slipstream.kernels.cuda.pack import PackedWeight
 from slipstream.kernels.embed import embed_at
 from slipstream.kernels.norm_linear import norm_linear
@@ -85,7 +85,7 @@ class DenseModel(nn.Module):
         if not c.tie_word_embeddings:
             self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(vocabulary), dtype=dtype)
         self.packed_head: PackedWeight | None = None  # of a tied head, beside the table (engine/packed_weights.py)
-        self.gather_vocabulary = GatherVocabulary(vocabulary, self.parallel)
+        self.vocabulary = SplitVocabulary(vocabulary, self.parallel)
         self.rotary = RotaryEmbedding(c.head_dim, c.max_position, c.rope_theta, c.rope_scaling, dtype=dtype)
 
     def forward(
@@ -140,11 +140,15 @@ class DenseModel(nn.Module):
             return head
         return self.embed_tokens.weight if self.packed_head is None else self.packed_head
 
+    def own_logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Slot N [..., h] -> [..., V], or this rank's columns of it (`vocabulary.part`)."""
+        rows = Stream(last.reshape(-1, last.shape[-1]))  # [..., h] -> [M, h]
+        logits = self.vocabulary.own(norm_linear(rows, self.norm.constants, self.head_weight))  # [M, Vr]
+        return logits.view(*last.shape[:-1], logits.shape[-1])  # [M, Vr] -> [..., Vr]
+
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]."""
-        rows = Stream(last.reshape(-1, last.shape[-1]))  # [..., h] -> [M, h]
-        logits = norm_linear(rows, self.norm.constants, self.head_weight)  # [M, Vr]
-        return self.gather_vocabulary(logits).view(*last.shape[:-1], -1)  # [M, V] -> [..., V]
+        return self.vocabulary.whole(self.own_logits(last))
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty cache of this model's shape, for this rank's KV heads."""

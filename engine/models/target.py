@@ -8,7 +8,7 @@ import torch
 
 from slipstream.engine.kv_cache import KVCache, PagedKV
 from slipstream.engine.model_config import ModelConfig
-from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.engine.tensor_parallel import SplitVocabulary, TensorParallel
 from slipstream.kernels.weight import Weight
 
 
@@ -30,6 +30,7 @@ class TargetModel(Protocol):
 
     config: ModelConfig
     parallel: TensorParallel
+    vocabulary: SplitVocabulary
 
     @property
     def device(self) -> torch.device:
@@ -49,6 +50,9 @@ class TargetModel(Protocol):
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """Slot N [..., h] -> [..., V]: final norm, then head."""
+
+    def own_logits(self, last: torch.Tensor) -> torch.Tensor:
+        """The same, or this rank's columns of it, as `vocabulary.part` says."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVCache:
         """An empty cache of this model's shape (this rank's KV heads), in its dtype, on its device."""

@@ -26,9 +26,9 @@ def place(buffers_ptr, owner, source, item, epoch, CAPACITY: tl.constexpr, WORLD
 
 @triton.jit
 def push(address, word, epoch, inside, CARD: tl.constexpr):
-    """Store words [CHUNK] int32 with their epoch at `address`, visible to other cards without delay."""
+    """Store words [n] int32 (n: at most CHUNK) with their epoch at `address`, visible to other cards without delay."""
     value = (epoch.to(tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
-    at = address + tl.arange(0, CHUNK).to(tl.int64) * 8
+    at = address + tl.arange(0, word.shape[0]).to(tl.int64) * 8
     if CARD:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
@@ -80,12 +80,12 @@ DONE:
 
 @triton.jit
 def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CARD: tl.constexpr):
-    """Words [CHUNK] int32 of this epoch at `address`, waited for at most state[0] nanoseconds.
+    """Words [n] int32, n those of `inside`, of this epoch at `address`, waited for at most state[0] nanoseconds.
 
     Who does not come in time is written to `lost_ptr` (host memory) as rank + 1, and to state[1]: from then on nobody
     waits, and what is returned is whatever lies there.
     """
-    at = address + tl.arange(0, CHUNK).to(tl.int64) * 8
+    at = address + tl.arange(0, inside.shape[0]).to(tl.int64) * 8
     if CARD:
         value, late = tl.inline_asm_elementwise(
             _WAIT,
@@ -99,7 +99,29 @@ def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CAR
     else:  # the interpreter runs one program after the other: it would wait for ever
         value = tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
         is_late = inside & ((value >> 32).to(tl.int32) != epoch)
-    nowhere = tl.zeros((CHUNK,), tl.int32)  # every thread that is late says so, at the same place
+    nowhere = tl.zeros(inside.shape, tl.int32)  # every thread that is late says so, at the same place
     tl.store(state_ptr + 1 + nowhere, peer + 1, mask=is_late)
     tl.store(lost_ptr + nowhere, peer + 1, mask=is_late)
     return value.to(tl.int32)
+
+
+@triton.jit
+def largest_of_all(
+    value, item, buffers_ptr, epochs_ptr, state_ptr, lost_ptr, CAPACITY: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    """The largest of all ranks' int64 scalars: each is two words of an item."""
+    half = tl.arange(0, 2)
+    inside = half < 2
+    words = tl.where(half == 0, value & 0xFFFFFFFF, value >> 32).to(tl.int32)
+    epoch = tl.load(epochs_ptr + item)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            push(place(buffers_ptr, peer, RANK, item, epoch, CAPACITY, WORLD), words, epoch, inside, CARD)
+    for peer in tl.static_range(WORLD):
+        if peer != RANK:
+            source = place(buffers_ptr, RANK, peer, item, epoch, CAPACITY, WORLD)
+            theirs = receive(source, epoch, inside, peer, state_ptr, lost_ptr, CARD).to(tl.int64)
+            value = tl.maximum(value, tl.sum(tl.where(half == 0, theirs & 0xFFFFFFFF, theirs << 32)))
+    tl.store(epochs_ptr + item, epoch + 1)
+    return value

@@ -2,7 +2,8 @@
 
 Stage 1 (grid: tiles of the vocabulary x rows) leaves the best (score, id) of each tile, noise included. For a row with
 top-k or top-p it leaves instead what stage 2 needs to find the few tokens that matter (`gpu/logit_filters.py`).
-The last stage (grid: rows) combines the tiles; of a filtered row it searches the cut among those few tokens.
+The last stage (grid: rows) combines the tiles; of a filtered row it searches the cut among those few tokens. Where
+several ranks have a part of the vocabulary each, they exchange what each has found in its own part.
 """
 
 import functools
@@ -13,9 +14,12 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
+from slipstream.kernels.gpu.all_gather import all_gather
+from slipstream.kernels.gpu.exchange import largest_of_all
 from slipstream.kernels.gpu.gumbel_noise import gumbel, pack, row_key, unpack_id
 from slipstream.kernels.gpu.logit_filters import NUM_BINS, choose_filtered, collect, note_tile
 from slipstream.kernels.sampling_batch import SamplingBatch
+from slipstream.kernels.vocabulary_part import VocabularyPart
 
 _TILE = 2048  # token ids a program
 _CHUNK = 2048  # candidates looked at together
@@ -24,9 +28,18 @@ _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a
 _HISTOGRAM_ROWS = 1024  # most rows of a call that share the standing histogram
 
 
-def sample(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tensor, offset: int) -> torch.Tensor:
-    """logits [B, R, V], positions [B, R] -> [B, R] int64."""
-    batch, per_request, vocab = logits.shape
+def sample(
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    positions: torch.Tensor,
+    offset: int,
+    part: VocabularyPart | None = None,
+) -> torch.Tensor:
+    """logits [B, R, V or those of `part`], positions [B, R] -> [B, R] int64."""
+    batch, per_request, _ = logits.shape
+    if part is not None:  # the others' columns too, of the rows that need them
+        logits = all_gather(logits, part.widths, part.carrier, sampling)  # [B, R, Vr] -> [B, R, V]
+    vocab = logits.shape[-1]
     out = torch.empty((batch, per_request), dtype=torch.int64, device=logits.device)
     rows, tiles = batch * per_request, triton.cdiv(vocab, _TILE)
     if not rows:
@@ -43,7 +56,9 @@ def sample(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tenso
         "id_ptr": out.new_empty((rows, capacity), dtype=torch.int32),
         "CAPACITY": capacity,
     }
-    _run(logits.reshape(rows, vocab), sampling, positions.contiguous(), offset, per_request, None, out, 1, filters)
+    own = slice(0, vocab) if part is None else part.ids
+    rest = (positions.contiguous(), offset, per_request, None, out, 1, filters)
+    _run(logits.reshape(rows, vocab), own, 0, part, sampling, *rest)
     return out
 
 
@@ -54,13 +69,16 @@ def propose_tokens(
     target_ids: torch.Tensor,
     offset: int,
     out: torch.Tensor | None,
+    part: VocabularyPart | None = None,
 ) -> torch.Tensor:
-    """logits [B, Vd], positions [B] -> [B] int64, in `out` where given."""
+    """logits [B, Vd or those of `part`], positions [B] -> [B] int64, in `out` where given."""
     if out is None:
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
         unfiltered = dict.fromkeys(_FILTER_ARGUMENTS) | {"CAPACITY": 0}
-        _run(logits, sampling, positions.contiguous(), offset, 1, target_ids, out, out.stride(0), unfiltered)
+        first, rest = 0 if part is None else part.start, (target_ids, out, out.stride(0), unfiltered)
+        own = slice(0, logits.shape[1])
+        _run(logits, own, first, part, sampling, positions.contiguous(), offset, 1, *rest)
     return out
 
 
@@ -83,6 +101,9 @@ def _histogram(rows: int, device: torch.device) -> torch.Tensor:
 
 def _run(
     logits: torch.Tensor,
+    own: slice,
+    first_id: int,
+    part: VocabularyPart | None,
     sampling: SamplingBatch,
     positions: torch.Tensor,
     offset: int,
@@ -92,7 +113,10 @@ def _run(
     out_stride: int,
     filters: dict[str, Any],
 ) -> None:
-    """logits [M, V], M = B * per_request rows."""
+    """logits [M, V], M = B * per_request rows.
+
+    own: the columns among which this rank looks for the best of an unfiltered row. first_id: id of the first column.
+    """
     rows, vocab = logits.shape
     tiles = triton.cdiv(vocab, _TILE)
     best = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
@@ -120,7 +144,9 @@ def _run(
         num_warps=4,
         **row_arguments,
         **noise_arguments,
-        id_offset=0,
+        id_offset=first_id,
+        own_start=own.start,
+        own_stop=own.stop,
         best_ptr=best,
         tile_max_ptr=filters["tile_max_ptr"],
         histogram_ptr=filters["histogram_ptr"],
@@ -155,7 +181,21 @@ def _run(
         CAPACITY=filters["CAPACITY"],
         SHIFT=_UNUSED_BITS[logits.dtype],
         FILTER=filtered,
+        **_exchange(part, rows),
+        CARD=not launch.INTERPRET,
     )
+
+
+def _exchange(part: VocabularyPart | None, rows: int) -> dict[str, Any]:
+    """What the last stage exchanges with: an item a row."""
+    if part is None:
+        nobody: dict[str, Any] = dict.fromkeys(("buffers_ptr", "epochs_ptr", "state_ptr", "lost_ptr"))
+        return nobody | {"ROOM": 1, "RANK": 0, "WORLD": 1}
+    arguments: dict[str, Any] = dict(part.carrier.arguments)
+    room = arguments.pop("CAPACITY")
+    if rows > room:
+        raise ValueError(f"{rows} rows; at most {room} are exchanged at a time")
+    return arguments | {"ROOM": room}
 
 
 @triton.jit
@@ -175,7 +215,7 @@ def _row(row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, voc
     return at, temperature, top_k, top_p, is_filtered
 
 
-@triton.jit(do_not_specialize=["offset", "id_offset"])
+@triton.jit(do_not_specialize=["offset", "id_offset", "own_start", "own_stop"])
 def _tile_kernel(
     logits_ptr,
     row_stride,
@@ -191,6 +231,8 @@ def _tile_kernel(
     offset,
     ids_ptr,
     id_offset,
+    own_start,
+    own_stop,
     best_ptr,
     tile_max_ptr,
     histogram_ptr,
@@ -199,7 +241,10 @@ def _tile_kernel(
     FILTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Best (score, id) of a tile. `id_offset`: id of the first column, for a shard of the vocabulary."""
+    """Best (score, id) of a tile, among the own columns; a row that is filtered counts all of them.
+
+    id_offset: id of the first column, where the rows are a shard of the vocabulary.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -208,7 +253,9 @@ def _tile_kernel(
         row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, FILTER
     )
     column = tile * TILE + tl.arange(0, TILE)
-    inside = column < vocab
+    if is_filtered:
+        own_start, own_stop = 0, vocab
+    inside = (column >= own_start) & (column < own_stop)
     score = tl.load(logits_ptr + row.to(tl.int64) * row_stride + column, inside, other=-float("inf")).to(tl.float32)
     if temperature > 0:
         score = tl.div_rn(score, temperature)
@@ -220,7 +267,7 @@ def _tile_kernel(
         if temperature > 0:
             noise_ids = ids
             if ids_ptr is not None:
-                noise_ids = tl.load(ids_ptr + column, inside, other=0)
+                noise_ids = tl.load(ids_ptr + ids, inside, other=0)
             position = tl.load(positions_ptr + row) + offset
             score += gumbel(row_key(tl.load(seed_ptr + at), tl.load(choice_ptr + at), position), noise_ids)
         packed = tl.where(inside, pack(score, ids), -(2**63))
@@ -302,6 +349,14 @@ def _pick_kernel(
     CAPACITY: tl.constexpr,
     SHIFT: tl.constexpr,
     FILTER: tl.constexpr,
+    buffers_ptr,
+    epochs_ptr,
+    state_ptr,
+    lost_ptr,
+    ROOM: tl.constexpr,
+    RANK: tl.constexpr,
+    WORLD: tl.constexpr,
+    CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The token of a row."""
@@ -328,6 +383,8 @@ def _pick_kernel(
             tl.store(histogram_ptr + row * NUM_BINS + bins, tl.zeros((NUM_BINS,), tl.int32))
     else:
         best = tl.max(tl.load(best_ptr + row * tiles + every, every < tiles, other=-(2**63)))
+        if WORLD > 1:  # a filtered row has all columns, on all ranks
+            best = largest_of_all(best, row, buffers_ptr, epochs_ptr, state_ptr, lost_ptr, ROOM, RANK, WORLD, CARD)
     token = unpack_id(best)
     if ids_ptr is not None:
         token = tl.load(ids_ptr + token)

@@ -118,8 +118,11 @@ def time_graph(call: Callable[[], object], stream: Any, calls: int = CALLS) -> f
 def exchange_part(parallel: Any) -> None:
     import torch
 
+    from slipstream.engine.sampling_params import SamplingParams
     from slipstream.kernels.gpu import all_reduce
+    from slipstream.kernels.sampling import SamplingBatch, sample
     from slipstream.kernels.stream import Stream
+    from slipstream.kernels.vocabulary_part import VocabularyPart
 
     peers, stream, tell = parallel.card, torch.cuda.Stream(), parallel.rank == 0
     default = all_reduce._WARPS
@@ -141,9 +144,15 @@ def exchange_part(parallel: Any) -> None:
             all_reduce._WARPS = default
     for rows in (1, 4, 16):
         logits, widths = torch.randn(rows, 128256 // 2, device="cuda").bfloat16(), [128256 // 2] * 2
-        us = time_graph(lambda x=logits, w=widths: peers.all_gather(x, w), stream, 20)
+        gathered = time_graph(lambda x=logits, w=widths: peers.all_gather(x, w), stream, 20)
+        part, positions = VocabularyPart(parallel.rank, widths, peers), torch.zeros(rows, 1, dtype=torch.int64).cuda()
+        batch = SamplingBatch.from_params([SamplingParams(temperature=0.0)] * rows, device="cuda")
+        greedy = lambda x=logits[:, None], b=batch, at=positions, p=part: sample(x, b, at, part=p)  # noqa: E731
+        with torch.inference_mode():
+            chosen = time_graph(greedy, stream, 20)
         if tell:
-            say(rows=[row(f"logits gathered, {rows} x 128256", us, "us in a graph", batch=rows)])
+            say(rows=[row(f"logits gathered, {rows} x 128256", gathered, "us in a graph", batch=rows)])
+            say(rows=[row(f"greedy tokens by (score, id), {rows} x 128256", chosen, "us in a graph", batch=rows)])
     replays = 20 if REHEARSE else REPLAYS
     wrong = replay(peers, parallel.rank, *parts_of(16, 4096), stream, replays)
     if tell:

@@ -34,7 +34,10 @@ def case(request, jobs, tiny, tmp_path_factory):
     target = tiny.tiny_target(root / "target", dtype=torch.float32, num_hidden_layers=3, **request.param)
     record = DraftRecord(TargetIdentity.from_dir(root / "target"), Family.LLAMA, "0" * 64)
     save_draft(root / "draft", tiny.tiny_draft(target, slots=SLOTS), record)
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 0.8)]
+    kinds = ((0.0, 0, 1.0), (1.0, 0, 1.0), (1.0, 9, 1.0), (0.8, 0, 0.9))  # temperature, top-k, top-p
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=3, top_k=k, top_p=p) for t, k, p in kinds
+    ]
     prompts = tiny.prompts(4, seed=5)
     return jobs.Case(str(root / "target"), str(root / "draft"), 3, prompts, params, capture=(3,), device="cuda")
 

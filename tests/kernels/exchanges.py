@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from slipstream.kernels.gpu import sampling
 from slipstream.kernels.gpu.all_gather import all_gather
 from slipstream.kernels.gpu.all_reduce import all_reduce, all_reduce_add
 from slipstream.kernels.gpu.peer_exchange import CAPACITY, PeerExchange, num_bytes
+from slipstream.kernels.sampling_batch import SamplingBatch
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.vocabulary_part import VocabularyPart
 
 
 def peers(size: int, device: str, seconds: float = 2.0) -> list[PeerExchange]:
@@ -57,3 +60,21 @@ def compiled() -> None:
         all_gather(torch.empty(4, 33, dtype=torch.bfloat16, device="meta"), [33] * size, _Meta(1, size))
     x = torch.empty(1, 4096, dtype=torch.bfloat16, device="meta")
     all_reduce_add(x, Stream(x), None)
+
+
+def compiled_sampling() -> None:
+    """Sampling and proposing of 2 and 8 ranks, each with a part of the vocabulary."""
+    batch = SamplingBatch(
+        *(torch.empty(5, dtype=dtype, device="meta") for dtype in (torch.float32, torch.int64, torch.float64)),
+        *(torch.empty(5, dtype=torch.int64, device="meta") for _ in range(2)),
+        slots=torch.empty(4, dtype=torch.int64, device="meta"),
+    )
+    positions = torch.empty(4, 4, dtype=torch.int64, device="meta")
+    for size in (2, 8):
+        part = VocabularyPart(1, [128256 // size] * size, _Meta(1, size))
+        logits = torch.empty(4, 4, 128256 // size, dtype=torch.bfloat16, device="meta")
+        sampling.sample(logits, batch, positions, 1, part)
+        part = VocabularyPart(1, [32000 // size] * size, _Meta(1, size))
+        ids = torch.empty(32000, dtype=torch.int64, device="meta")
+        logits = torch.empty(4, 32000 // size, dtype=torch.bfloat16, device="meta")
+        sampling.propose_tokens(logits, batch, positions[:, 0], ids, 1, None, part)

@@ -25,7 +25,7 @@ from slipstream.engine.layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
-from slipstream.engine.tensor_parallel import GatherVocabulary, TensorParallel, single
+from slipstream.engine.tensor_parallel import SplitVocabulary, TensorParallel, single
 from slipstream.kernels.draft_input import draft_input
 from slipstream.kernels.stream import Stream
 
@@ -101,7 +101,7 @@ class Eagle3Network(nn.Module):
         self.midlayer = Eagle3Layer(config, self.parallel, dtype)
         self.norm = RMSNorm(hidden, eps, dtype=dtype)
         self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(config.draft_vocab_size), dtype=dtype)
-        self.gather_vocabulary = GatherVocabulary(config.draft_vocab_size, self.parallel)
+        self.vocabulary = SplitVocabulary(config.draft_vocab_size, self.parallel)
         self.rotary = RotaryEmbedding(
             config.head_dim, config.max_position, config.rope_theta, config.rope_scaling, dtype=dtype
         )
@@ -151,9 +151,13 @@ class Eagle3Network(nn.Module):
         """The next step's g [..., h] from this step's state [..., h]."""
         return self.norm(state) if self.config.norm_output else state
 
+    def own_logits(self, state: torch.Tensor) -> torch.Tensor:
+        """State [..., h] -> logits over the draft vocabulary [..., Vd], or this rank's of them (`vocabulary.part`)."""
+        return self.vocabulary.own(self.lm_head(state, self.norm.constants))
+
     def logits(self, state: torch.Tensor) -> torch.Tensor:
         """State [..., h] -> logits over the draft vocabulary [..., Vd]."""
-        return self.gather_vocabulary(self.lm_head(state, self.norm.constants))
+        return self.vocabulary.whole(self.own_logits(state))
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids [...] int64 -> target ids [...]."""

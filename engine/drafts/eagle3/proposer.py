@@ -57,17 +57,17 @@ class Eagle3Proposer:
         states = self._forward(batch.token_ids, g, batch.positions, batch.block_table)  # [B, R, h]
         state = select_last(states, batch.last_row)  # [B, h]
         drafts = torch.empty(len(state), self.num_steps, dtype=torch.int64, device=state.device)  # [B, K]
-        logits: list[torch.Tensor] = []  # K x [B, Vd]
+        logits: list[torch.Tensor] = []  # K of them
         for step in range(1, self.num_steps + 1):
             if step > 1:
                 positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
                 g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
                 before = drafts[:, step - 2 : step - 1]  # [B, K] -> [B, 1]
                 state = self._forward(before, g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
-            logits.append(self.network.logits(state))  # [B, Vd]
-            column = drafts[:, step - 1]  # [B, K] -> [B]
-            propose_tokens(logits[-1], batch.sampling, batch.committed_lengths, self.target_ids, step - 1, column)
-        return Proposal(drafts, tuple(logits))
+            logits.append(self.network.own_logits(state))  # [B, Vd], or this rank's
+            column, start, part = drafts[:, step - 1], batch.committed_lengths, self.network.vocabulary.part
+            propose_tokens(logits[-1], batch.sampling, start, self.target_ids, step - 1, column, part)
+        return Proposal(drafts, tuple(logits), self.network.vocabulary)
 
     def _forward(
         self,
