@@ -27,6 +27,7 @@ class EngineConfig:
         device: where they live, "cpu" or "cuda".
         graphs: steps are captured once and replayed. None: on a GPU. On the CPU a replay runs the captured function
             again on the same buffers, so that what graphs demand of the engine shows in tests without a card.
+        choose_steps: K of each round is chosen from 0..num_steps by what pays (`engine.step_choice`); needs graphs.
         rounds_in_flight: launches whose results the host has not waited for when it launches the next one. None: 2 on
             a GPU, 0 on the CPU, where a launch ends when its work is done.
 
@@ -44,6 +45,7 @@ class EngineConfig:
     device: str = "cpu"
     graphs: bool | None = None
     rounds_in_flight: int | None = None
+    choose_steps: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_steps <= MAX_NUM_STEPS:
@@ -65,6 +67,12 @@ class EngineConfig:
             )
         if self.device not in ("cpu", "cuda"):
             raise SlipstreamError(f"device = {self.device!r}", expected="cpu or cuda", do="correct server.device")
+        if self.choose_steps and not self.uses_graphs:
+            raise SlipstreamError(
+                "K is to be chosen by measured times, and steps are not captured",
+                expected="captured steps, which are timed at start",
+                do="set choose_steps to false, or serve on a GPU",
+            )
         if not 0 <= self.in_flight <= MAX_ROUNDS_IN_FLIGHT:
             raise SlipstreamError(
                 f"rounds_in_flight = {self.rounds_in_flight}",
@@ -87,6 +95,11 @@ class EngineConfig:
     @property
     def uses_graphs(self) -> bool:
         return self.device == "cuda" if self.graphs is None else self.graphs
+
+    @property
+    def round_steps(self) -> tuple[int, ...]:
+        """Every K that rounds may have, ascending."""
+        return tuple(range(self.num_steps + 1)) if self.choose_steps else (self.num_steps,)
 
     @property
     def in_flight(self) -> int:

@@ -24,6 +24,7 @@ from slipstream.engine.scheduler import Chunk, Scheduler
 from slipstream.engine.sequence import Completion, Request, RequestOutput, SequenceStatus, TokenLogprob
 from slipstream.engine.sequence import Sequence as Running
 from slipstream.engine.stats import EngineStats
+from slipstream.engine.step_choice import FixedSteps, PayingSteps, StepChoice, slowest
 from slipstream.engine.trace import RoundTrace, TraceRecorder, on_host
 from slipstream.kernels.round_ring import RoundRecord
 from slipstream.kernels.sampling import token_logprobs
@@ -72,6 +73,7 @@ class Engine:
             buckets=config.prefill_buckets,
         )
         self.stats = EngineStats()
+        self.choice: StepChoice = FixedSteps(config.num_steps)
         self.started = False
         self._sequences: dict[str, Running] = {}
         self._flights: deque[Flight] = deque()
@@ -88,6 +90,8 @@ class Engine:
         if not self.started:
             with room_for("the buffers of the captured steps"):
                 self.steps.prepare()
+            if self.steps.round_ms:
+                self.choice = PayingSteps(slowest(self.target.parallel, self.steps.round_ms))
             self.started = True
             self.mark_ready()
 
@@ -241,8 +245,9 @@ class Engine:
 
     def _launch_round(self, sequences: list[Running]) -> None:
         began = time.perf_counter()
-        result = self.steps.round([s.slot for s in sequences])
-        self._flights.append(Flight(self.steps.launched - 1, sequences, result, began))
+        num_steps = self.choice.choose(len(sequences))
+        result = self.steps.round([s.slot for s in sequences], num_steps)
+        self._flights.append(Flight(self.steps.launched - 1, sequences, result, began, num_steps=num_steps))
         for sequence in sequences:
             sequence.in_flight += 1
 
@@ -298,7 +303,7 @@ class Engine:
                 self.agreement.note_drafts(result.proposal.tokens)
         if self._num_watched:
             result = self._whole(result)
-        num_steps, counted = self.config.num_steps, False
+        num_steps, counted = flight.num_steps, False
         counts = self.stats.counts(num_steps)
         for b, (sequence, news) in enumerate(zip(flight.sequences, record.requests, strict=True)):
             sequence.in_flight -= 1
@@ -312,6 +317,7 @@ class Engine:
                 _record(sequence.recorder, result, b, news.accepted)
             output = self._deliver(sequence, news.tokens, result.logits[b] if self._num_watched else None)
             counts.add(news.accepted, news.num_valid < num_steps, output.finish_reason is not None)
+            self.choice.note(num_steps, news.num_valid, news.accepted)
             outputs.append(output)
 
     @torch.inference_mode()

@@ -30,6 +30,7 @@ class Flight:
         result: where its tensors lie until the next launch of the same size.
         launched_at: by `time.perf_counter`.
         chunks: of prompts, one a sequence; none for a round.
+        num_steps: K of a round.
     """
 
     entry: int
@@ -37,6 +38,7 @@ class Flight:
     result: RoundResult | PrefillResult
     launched_at: float
     chunks: list[Chunk] = field(default_factory=list)
+    num_steps: int = 0
 
 
 def wait_for(

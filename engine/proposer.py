@@ -28,7 +28,8 @@ class DraftBatch:
         committed_lengths: [B] int64, n: draft i (from 0) is for position n + i.
         num_valid: [B] int64, how many drafts the round can use; later ones may be anything.
         last_row: [B] int64, column of each request's last real slot.
-        chain_positions: [K, B] int64, the position of each step's row; -1: the round cannot use the step.
+        chain_positions: [K, B] int64, the position of each step's row; -1: the round cannot use the step. K: as many
+            as this round proposes, 0 to `num_steps`.
     """
 
     slots: torch.Tensor
@@ -63,7 +64,7 @@ class Proposal:
 
 
 class Proposer(Protocol):
-    """Proposes K tokens a round.
+    """Proposes up to `num_steps` tokens a round.
 
     `slots` are the states that it reads, in its order; () for none. `max_position` is the longest context that it can
     follow in tokens, None where it has no such bound.
@@ -145,7 +146,8 @@ class OracleProposer:
         assert self.drafts is not None, "allocate comes first"
         assert batch.committed_lengths is not None
         lengths = batch.committed_lengths.clamp(max=self.drafts.shape[1] - 1)  # a full request has no next round
-        drafts = self.drafts[batch.slots, lengths]  # [B, K]
+        assert batch.chain_positions is not None
+        drafts = self.drafts[batch.slots, lengths, : len(batch.chain_positions)]  # [B, K]
         return Proposal(drafts, inner.logits, inner.vocabulary) if inner else Proposal(drafts, None)
 
     def _row(self, request_id: str, length: int) -> list[int]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from slipstream.engine.scheduler import Chunk
 Result = TypeVar("Result")
 # Runs before a capture: the first compiles kernels, the second finds out whether everything is there.
 WARM_UP_RUNS = 2
+TIMED_REPLAYS = 8
 NAP_SECONDS = 100e-6
 CHUNK_FACTS = 4  # slot, start, rows, is_last
 
@@ -35,6 +37,7 @@ class Steps(Protocol):
 
     launched: int
     captures: int
+    round_ms: dict[int, dict[int, float]]  # requests of a captured round -> K -> milliseconds; empty: not measured
 
     def describe(self) -> dict[str, Any] | None:
         """For people and JSON: what is captured; None without graphs."""
@@ -45,8 +48,8 @@ class Steps(Protocol):
     def context(self) -> AbstractContextManager[object]:
         """What host code that touches the request table, and every launch, runs in."""
 
-    def round(self, slots: list[int]) -> RoundResult:
-        """A round of the requests at `slots`; row b of the result is the request at slots[b]."""
+    def round(self, slots: list[int], num_steps: int) -> RoundResult:
+        """A round of K = `num_steps` of the requests at `slots`; row b of the result is the request at slots[b]."""
 
     def prefill(self, chunks: list[Chunk]) -> PrefillResult:
         """Chunks of prompts, one a request; row c of the result is chunks[c], its first rows are the chunk's own."""
@@ -57,6 +60,7 @@ class EagerSteps:
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.launched, self.captures = runner, 0, 0
+        self.round_ms: dict[int, dict[int, float]] = {}
         self._slots: tuple[list[int], torch.Tensor] = ([], torch.empty(0))
 
     def describe(self) -> None:
@@ -68,11 +72,11 @@ class EagerSteps:
     def context(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def round(self, slots: list[int]) -> RoundResult:
+    def round(self, slots: list[int], num_steps: int) -> RoundResult:
         if slots != self._slots[0]:
             self._slots = (slots, torch.tensor(slots, device=self.runner.device))
         self.launched += 1
-        return self.runner.round(self._slots[1])
+        return self.runner.round(self._slots[1], num_steps)
 
     def prefill(self, chunks: list[Chunk]) -> PrefillResult:
         inputs = torch.tensor(_facts(chunks), device=self.runner.device).view(-1, CHUNK_FACTS)  # [C * 4] -> [C, 4]
@@ -181,10 +185,11 @@ class CudaGraphs:
 
 @dataclass
 class StartSeconds:
-    """Wall seconds of `GraphSteps.prepare`: the first runs, in which kernels are compiled, and the captures."""
+    """Wall seconds of `GraphSteps.prepare`: the first runs, in which kernels are compiled, the captures, the timing."""
 
     warm_up: float = 0.0
     capture: float = 0.0
+    timing: float = 0.0
 
 
 class GraphSteps:
@@ -200,9 +205,10 @@ class GraphSteps:
     def __init__(self, runner: Runner, graphs: Graphs) -> None:
         self.runner, self.graphs, self.launched, self.captures = runner, graphs, 0, 0
         self.seconds = StartSeconds()
-        self.rounds: list[Captured[RoundResult]] = []  # by size, ascending
+        self.round_ms: dict[int, dict[int, float]] = {}
+        self.rounds: dict[int, list[Captured[RoundResult]]] = {k: [] for k in runner.config.round_steps}  # K -> by size
         self.chunks: dict[int, list[Captured[PrefillResult]]] = {}  # rows of a request -> by requests; both ascending
-        self._round_of: list[Captured[RoundResult]] = []  # [n]: what runs n requests
+        self._round_of: dict[int, list[Captured[RoundResult]]] = {}  # K -> [n]: what runs n requests
 
     def prepare(self) -> None:
         """Warms up and captures every size, the largest first: what it frees, the smaller ones use again."""
@@ -223,25 +229,24 @@ class GraphSteps:
                     with torch.inference_mode():
                         runner.target.logits(of_rows[0].result.last[0])
             for size in reversed(config.batch_buckets):
-                slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
-                captured = self._capture(slots, runner.round)
-                self.rounds.insert(0, captured)
-                if captured.result.proposal is not None:  # as a trace asks for it, see above
-                    captured.result.proposal.whole()
-        sizes = iter(self.rounds)
-        fits = next(sizes)
-        self._round_of = [fits]
-        for n in range(1, config.max_running_requests + 1):
-            fits = fits if n <= fits.size else next(sizes)
-            self._round_of.append(fits)
+                for num_steps in reversed(config.round_steps):
+                    slots = torch.full((size,), dummy, dtype=torch.int64, device=runner.device)
+                    captured = self._capture(slots, partial(runner.round, num_steps=num_steps))
+                    self.rounds[num_steps].insert(0, captured)
+                    if captured.result.proposal is not None:  # as a trace asks for it, see above
+                        captured.result.proposal.whole()
+            for num_steps, captured_rounds in self.rounds.items():
+                self._round_of[num_steps] = _by_requests(captured_rounds, config.max_running_requests)
+            if config.choose_steps:
+                self._time_rounds()
         self.graphs.finish()
         self.launched = int(runner.ring.counter)
 
     def context(self) -> AbstractContextManager[object]:
         return self.graphs.context()
 
-    def round(self, slots: list[int]) -> RoundResult:
-        bucket = self._round_of[len(slots)]
+    def round(self, slots: list[int], num_steps: int) -> RoundResult:
+        bucket = self._round_of[num_steps][len(slots)]
         if slots != bucket.values:
             bucket.values = slots
             padding = [self.runner.table.dummy_slot] * (bucket.size - len(slots))
@@ -261,14 +266,31 @@ class GraphSteps:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "batches": [one.size for one in self.rounds],
+            "batches": list(self.runner.config.batch_buckets),
             "prefill_rows": list(self.chunks),
             "prefill_requests": max(one.size for of_rows in self.chunks.values() for one in of_rows),
             "num_steps": self.runner.config.num_steps,
+            "round_steps": list(self.rounds),
             "captures": self.captures,
             "warm_up_seconds": round(self.seconds.warm_up, 3),
             "capture_seconds": round(self.seconds.capture, 3),
+            "timing_seconds": round(self.seconds.timing, 3),
         }
+
+    def _time_rounds(self) -> None:
+        """Milliseconds of each captured round, of requests that are nobody's: contexts cost all K alike."""
+        began = time.perf_counter()
+        for num_steps, captured_rounds in self.rounds.items():
+            for one in captured_rounds:
+                one.replay()
+                self.graphs.finish()
+                start = time.perf_counter()
+                for _ in range(TIMED_REPLAYS):
+                    one.replay()
+                self.graphs.finish()
+                ms = (time.perf_counter() - start) * 1e3 / TIMED_REPLAYS
+                self.round_ms.setdefault(one.size, {})[num_steps] = ms
+        self.seconds.timing = time.perf_counter() - began
 
     @property
     def _nobody(self) -> list[int]:
@@ -304,6 +326,11 @@ def make_steps(runner: Runner) -> Steps:
 def _facts(chunks: list[Chunk]) -> list[int]:
     """What `Runner.prefill` reads of each, one after the other."""
     return [fact for c in chunks for fact in (c.sequence.slot, c.start, c.rows, int(c.is_last))]
+
+
+def _by_requests(captured: list[Captured[Result]], most: int) -> list[Captured[Result]]:
+    """[n] for n of 0..most: the smallest of `captured`, which ascend, that has room for n requests."""
+    return [next(one for one in captured if one.size >= n) for n in range(most + 1)]
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -158,28 +158,34 @@ class Runner:
         return PrefillResult(out.last, out.states, logits, token)
 
     @torch.inference_mode()
-    def round(self, slots: torch.Tensor) -> RoundResult:
-        """One round of the requests at `slots` [B] int64; the table's dummy slot stands for nobody."""
-        table, num_steps, clock = self.table, self.config.num_steps, self.ring.clock
+    def round(self, slots: torch.Tensor, num_steps: int | None = None) -> RoundResult:
+        """One round of the requests at `slots` [B] int64; the table's dummy slot stands for nobody.
+
+        num_steps: K of this round, at most the engine's, which it is when left out. Another round may have another K:
+        the draft takes in as many slots as a round can have committed, also where it then proposes nothing.
+        """
+        table, longest, clock = self.table, self.config.num_steps, self.ring.clock
+        num_steps = longest if num_steps is None else num_steps
         sampling, proposal = table.sampling(slots), None
-        if self.proposer and num_steps:
-            drafted = draft_rows(table, slots, num_steps, clock, table.block_table, table.features)
+        if self.proposer and longest:
+            drafted = draft_rows(table, slots, longest, clock, table.block_table, table.features)
             assert drafted.features is not None
             assert drafted.block_table is not None
             proposal = self.proposer.propose(
                 DraftBatch(
                     slots,
                     drafted.token_ids,
-                    drafted.features,  # [B, K + 1, F]
+                    drafted.features,  # [B, R, F], R = 1 + the engine's K
                     drafted.positions,
                     drafted.block_table,  # [B, blocks]
                     sampling,
                     drafted.start,
-                    drafted.num_valid,
+                    drafted.num_valid if num_steps == longest else drafted.num_valid.clamp(max=num_steps),
                     drafted.last_row,
-                    drafted.chain_positions,
+                    drafted.chain_positions[:num_steps],
                 )
             )
+        proposal = proposal if num_steps else None
         drafts = None if proposal is None else proposal.tokens
         rows = verify_rows(table, slots, drafts, num_steps, clock, Paging(table.block_table, self.cache.block_size))
         assert rows.block_table is not None

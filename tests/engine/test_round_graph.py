@@ -114,8 +114,8 @@ def _seen(one: Engine) -> list[dict[str, torch.Tensor]]:
     seen: list[dict[str, torch.Tensor]] = []
     launch_round, launch_chunk = one.steps.round, one.steps.prefill
 
-    def round_(slots):
-        result, n = launch_round(slots), len(slots)
+    def round_(slots, num_steps):
+        result, n = launch_round(slots, num_steps), len(slots)
         tensors = {"tokens": result.tokens, "accepted": result.accepted, "start": result.start, "last": result.last}
         tensors |= {"logits": result.logits, **result.states}
         if result.proposal is not None:

@@ -21,7 +21,7 @@ class Eagle3Proposer:
 
     Args:
         network: a loaded draft.
-        num_steps: K, 1 or more.
+        num_steps: the largest K, 1 or more.
     """
 
     def __init__(self, network: Eagle3Network, num_steps: int) -> None:
@@ -49,16 +49,19 @@ class Eagle3Proposer:
 
     @torch.inference_mode()
     def propose(self, batch: DraftBatch) -> Proposal:
-        """Step 1 over every newly committed slot with the target's features, then K - 1 steps on the last state."""
+        """Step 1 over every newly committed slot with the target's features, then K - 1 steps on the last state.
+
+        K: of the batch's `chain_positions`; at 0 the newly committed slots are taken in, and that is all.
+        """
         assert batch.committed_lengths is not None
         assert batch.last_row is not None
         assert batch.chain_positions is not None
         g = self.network.fuse(batch.features)  # [B, R, F] -> [B, R, h]
         states = self._forward(batch.token_ids, g, batch.positions, batch.block_table)  # [B, R, h]
-        state = select_last(states, batch.last_row)  # [B, h]
-        drafts = torch.empty(len(state), self.num_steps, dtype=torch.int64, device=state.device)  # [B, K]
+        state, num_steps = select_last(states, batch.last_row), len(batch.chain_positions)  # [B, h]
+        drafts = torch.empty(len(state), num_steps, dtype=torch.int64, device=state.device)  # [B, K]
         logits: list[torch.Tensor] = []  # K of them
-        for step in range(1, self.num_steps + 1):
+        for step in range(1, num_steps + 1):
             if step > 1:
                 positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
                 g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
