@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch

@@ -21,7 +21,7 @@ class EngineOptions:
     draft: None at num_steps = 0. threads: of torch, on each rank; None is its default, and for several ranks an equal
     share of the cores. capture_slots: slots that traces hold beside the draft's. inject: faults that are put in on
     purpose, as engine.injection reads them. tensor_parallel_size: ranks that share every layer. device: auto (the card
-    where there is one), cpu or cuda.
+    where there is one), cpu or cuda. choose_steps: each round's K from 0..num_steps, by what pays.
     """
 
     target: str
@@ -37,6 +37,7 @@ class EngineOptions:
     inject: tuple[str, ...] = ()
     tensor_parallel_size: int = 1
     device: str = "auto"
+    choose_steps: bool = False
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "EngineOptions":
@@ -61,11 +62,12 @@ class EngineOptions:
             prefill_chunk_tokens=self.prefill_chunk_tokens,
             dtype=self.dtype,
             device=device,
+            choose_steps=self.choose_steps,
         )
 
     def check(self) -> None:
         """Sizes that can work, and a draft exactly when K > 0: neither is ignored. Raises SlipstreamError."""
-        self.engine_config()
+        self.engine_config("cpu" if self.device == "cpu" else "cuda")
         if self.device not in DEVICES:
             raise SlipstreamError(
                 f"device = {self.device!r}", expected=f"one of {', '.join(DEVICES)}", do="correct --device"

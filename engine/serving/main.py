@@ -33,6 +33,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--target", required=True, help="Hugging Face directory of the target")
     parser.add_argument("--draft", default="none", help="EAGLE-3 directory, or none")
     parser.add_argument("--num-steps", type=int, default=0, help="K, drafts a round; 0 is no speculation")
+    parser.add_argument(
+        "--choose-steps",
+        action="store_true",
+        help="each round's K from 0..num-steps: what pays by times measured at start and by what is accepted (a card)",
+    )
     parser.add_argument("--served-model-name", help="default: the name of the target's directory")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port; the state file says which")
@@ -127,6 +132,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         inject=tuple(options.inject),
         tensor_parallel_size=options.tensor_parallel_size,
         device=options.device,
+        choose_steps=options.choose_steps,
     )
     result.check()
     return result

@@ -12,6 +12,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.step_choice import ENOUGH, PROBE_EVERY, PayingSteps, slowest
 from slipstream.engine.tensor_parallel import TensorParallel
 
@@ -147,5 +148,13 @@ def test_every_k_is_captured_and_timed_before_the_first_request(target, prompts,
     assert one.steps.captures == len(one.config.row_buckets) + 2 * 3
     assert one.generate(prompts, PARAMS) == plain
     assert one.captures_after_ready == 0
-    with pytest.raises(SlipstreamError, match="steps are not captured"):
-        EngineConfig(num_steps=2, choose_steps=True)
+
+
+def test_it_needs_captured_steps():
+    EngineOptions("t", "d", 2, choose_steps=True).check()  # there may be a card
+    for wrong in (
+        lambda: EngineConfig(num_steps=2, choose_steps=True),
+        EngineOptions("t", "d", 2, device="cpu", choose_steps=True).check,
+    ):
+        with pytest.raises(SlipstreamError, match="steps are not captured"):
+            wrong()
