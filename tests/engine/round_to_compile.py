@@ -51,11 +51,11 @@ def runner(num_steps: int, batch: int, dtype: torch.dtype = torch.bfloat16) -> R
     return Runner(target, config, proposer)
 
 
-def one_round(num_steps: int = 3, batch: int = 1) -> None:
-    """Launches one round."""
+def one_round(num_steps: int = 3, batch: int = 1, this_round: int | None = None) -> None:
+    """Launches one round; of K = `this_round`, where that is given."""
     made = runner(num_steps, batch)
     with as_on_a_card(), torch.inference_mode():
-        made.round(torch.zeros(batch, dtype=torch.int64, device="meta"))
+        made.round(torch.zeros(batch, dtype=torch.int64, device="meta"), this_round)
 
 
 def one_chunk(num_steps: int = 3, rows: int = 64, batch: int = 1) -> None:

@@ -40,6 +40,14 @@ def test_a_round_waits_for_nothing(to_compile, launched, num_steps, batch):
     assert launched["_prefill"] == 0
 
 
+@pytest.mark.parametrize("this_round", [0, 1, 2])
+def test_a_round_of_a_smaller_k_waits_for_nothing_either(to_compile, launched, this_round):
+    """Without a draft proposed, too, its one layer runs: it takes in what was committed."""
+    to_compile.one_round(3, 2, this_round)
+    assert launched["_draft_rows_kernel"] == 1
+    assert launched["_norm_qkv_kernel"] == launched["_decode"] == 2 + max(1, this_round)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_chunk_waits_for_nothing(to_compile, launched, num_steps, batch):
