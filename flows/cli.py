@@ -10,23 +10,18 @@ neither Prefect nor fabric is installed.
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.arguments import AsJson, Config, EngineVersion, Force, Overrides, Workdir
+from slipstream.flows.by_hand import run_each, run_stages
 from slipstream.flows.host_cli import host_app
-
-if TYPE_CHECKING:
-    from slipstream.tasks.reporting import Reporter
-    from slipstream.tasks.stage import Stage, StageResult
 
 app = typer.Typer(
     name="slipstream",
@@ -37,10 +32,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(host_app, name="host")
-
-
-# Stages that start the deployment's server or need it; all others prepare a draft, whoever serves it.
-SERVING_STAGES = ("tune", "launch", "benchmark")
 
 
 @app.command()
@@ -134,7 +125,7 @@ def stage(
     force: Force = False,
 ) -> None:
     """Run one stage by hand. What it reads must be done; what is already done is skipped."""
-    _run_stages((name,), config, overrides, workdir, as_json=as_json, force=force)
+    run_stages((name,), config, overrides, workdir, as_json=as_json, force=force)
 
 
 @app.command()
@@ -159,14 +150,14 @@ def parity(
     Fewer and shorter prompts: --set benchmark.num_prompts=4 --set benchmark.max_new_tokens=24.
     """
     if not inject:
-        _run_stages(("parity",), config, overrides, workdir, as_json=as_json, force=force)
+        run_stages(("parity",), config, overrides, workdir, as_json=as_json, force=force)
         return
     from slipstream.engine.injection import parse_injections
 
     injections = parse_injections(inject)
     from slipstream.tasks.parity import injected_stage, refuse_failed
 
-    (result,) = _run((injected_stage(injections),), config, overrides, workdir, as_json=as_json, force=False)
+    (result,) = run_each((injected_stage(injections),), config, overrides, workdir, as_json=as_json, force=False)
     refuse_failed(result.figures)
 
 
@@ -208,17 +199,17 @@ def bench(
     after = load(config, overrides or ()).deployment.server.after
     keep = False
     try:
-        _run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, **options)
+        run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, **options)
         keep = after == "keep"
     finally:
         if not keep:
-            _run_stages(("cleanup",), config, overrides, workdir, **options)
+            run_stages(("cleanup",), config, overrides, workdir, **options)
 
 
 @app.command()
 def report(config: Config, overrides: Overrides = None, workdir: Workdir = None, force: Force = False) -> None:
     """Write the report of the finished stages and print the path of its page."""
-    results = _run_stages(("report",), config, overrides, workdir, as_json=False, force=force)
+    results = run_stages(("report",), config, overrides, workdir, as_json=False, force=force)
     print(results[-1].dir / "report.html")
 
 
@@ -227,7 +218,7 @@ def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, 
     """Stop what a run of this deployment started and left, by its state file; nothing else is touched."""
     from slipstream.flows.prefect_server import stop_left_over
 
-    (result,) = _run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
+    (result,) = run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
     stop_left_over(result.dir.parent)  # Prefect's own server, of a run that was killed
 
 
@@ -325,59 +316,6 @@ def _require_prefect() -> None:
             expected="Slipstream with its flows",
             do="pip install 'slipstream[flows]'; `slipstream stage NAME` runs single stages without it",
         )
-
-
-def _run_stages(
-    names: tuple[str, ...],
-    config: Path,
-    overrides: list[str] | None,
-    workdir: Path | None,
-    *,
-    as_json: bool,
-    force: bool,
-) -> "list[StageResult]":
-    """Runs stages of the registry one after the other on this machine, without Prefect."""
-    from slipstream.tasks.registry import get_stage
-
-    return _run(tuple(map(get_stage, names)), config, overrides, workdir, as_json=as_json, force=force)
-
-
-def _run(
-    stages: "tuple[Stage, ...]",
-    config: Path,
-    overrides: list[str] | None,
-    workdir: Path | None,
-    *,
-    as_json: bool,
-    force: bool,
-) -> "list[StageResult]":
-    from slipstream.configs.load import load
-    from slipstream.flows.signals import unwinding_signals
-    from slipstream.tasks.checks import refuse_far_host, refuse_other_engine
-    from slipstream.tasks.stage import run_stage
-
-    deployment = load(config, overrides or ()).deployment
-    refuse_far_host(deployment, f"stage {stages[0].name}")
-    for stage in stages:
-        if stage.name in SERVING_STAGES:
-            refuse_other_engine(deployment, f"stage {stage.name}")
-    directory = deployment.host.workdir if workdir is None else workdir
-    with unwinding_signals(), _reporter(as_json) as reporter:
-        return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
-
-
-@contextmanager
-def _reporter(as_json: bool) -> "Iterator[Reporter]":
-    """JSON lines for programs, bars for a person."""
-    if as_json:
-        from slipstream.tasks.reporting import JsonLinesReporter
-
-        yield JsonLinesReporter(sys.stdout)
-        return
-    from slipstream.flows.progress import RichReporter
-
-    with RichReporter() as reporter:
-        yield reporter
 
 
 def show_error(error: SlipstreamError) -> None:

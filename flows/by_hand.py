@@ -1,0 +1,68 @@
+"""Stages run by hand, one after the other on this machine, without Prefect."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from slipstream.tasks.reporting import Reporter
+    from slipstream.tasks.stage import Stage, StageResult
+
+# Stages that start the deployment's server or need it; all others prepare a draft, whoever serves it.
+SERVING_STAGES = ("tune", "launch", "benchmark")
+
+
+def run_stages(
+    names: tuple[str, ...],
+    config: Path,
+    overrides: list[str] | None,
+    workdir: Path | None,
+    *,
+    as_json: bool,
+    force: bool,
+) -> "list[StageResult]":
+    """Runs stages of the registry one after the other on this machine, without Prefect."""
+    from slipstream.tasks.registry import get_stage
+
+    return run_each(tuple(map(get_stage, names)), config, overrides, workdir, as_json=as_json, force=force)
+
+
+def run_each(
+    stages: "tuple[Stage, ...]",
+    config: Path,
+    overrides: list[str] | None,
+    workdir: Path | None,
+    *,
+    as_json: bool,
+    force: bool,
+) -> "list[StageResult]":
+    """The same for stages that are in no registry."""
+    from slipstream.configs.load import load
+    from slipstream.flows.signals import unwinding_signals
+    from slipstream.tasks.checks import refuse_far_host, refuse_other_engine
+    from slipstream.tasks.stage import run_stage
+
+    deployment = load(config, overrides or ()).deployment
+    refuse_far_host(deployment, f"stage {stages[0].name}")
+    for stage in stages:
+        if stage.name in SERVING_STAGES:
+            refuse_other_engine(deployment, f"stage {stage.name}")
+    directory = deployment.host.workdir if workdir is None else workdir
+    with unwinding_signals(), _reporter(as_json) as reporter:
+        return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
+
+
+@contextmanager
+def _reporter(as_json: bool) -> "Iterator[Reporter]":
+    """JSON lines for programs, bars for a person."""
+    if as_json:
+        from slipstream.tasks.reporting import JsonLinesReporter
+
+        yield JsonLinesReporter(sys.stdout)
+        return
+    from slipstream.flows.progress import RichReporter
+
+    with RichReporter() as reporter:
+        yield reporter
