@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.exchange import CHUNK, place, push, receive
+from slipstream.kernels.gpu.exchange import CHUNK, end_exchange, place, push, receive
 
 if TYPE_CHECKING:
     from slipstream.kernels.gpu.peer_exchange import PeerExchange
@@ -92,7 +92,12 @@ def _all_gather_kernel(
                     source = place(buffers_ptr, RANK, rank, item, epoch, CAPACITY, WORLD)
                     words = receive(source, epoch, inside, rank, state_ptr, lost_ptr, CARD)
                     tl.store(out_ptr + row * total + start + column, words.to(TYPE), inside)
-            tl.store(epochs_ptr + item, epoch + 1)
+    tl.debug_barrier()
+    for turn in range(tl.cdiv(num_items - first, step)):
+        item = first + turn * step
+        row = (item // per_row).to(tl.int64)
+        if _is_wanted(first_row + row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr):
+            end_exchange(epochs_ptr, item)
 
 
 def all_gather(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.exchange import CHUNK, place, push, receive
+from slipstream.kernels.gpu.exchange import CHUNK, end_exchange, place, push, receive
 from slipstream.kernels.stream import Stream
 
 if TYPE_CHECKING:
@@ -116,8 +116,6 @@ def _all_reduce_kernel(
                 low, high = _low(words, TYPE), _high(words, TYPE)
             else:
                 low, high = low + _low(words, TYPE), high + _high(words, TYPE)
-        if WORLD > 1:
-            tl.store(epochs_ptr + item, epoch + 1)
         low, high = _rounded(low, TYPE), _rounded(high, TYPE)
         if residual_ptr is not None:  # the sum is rounded, then what it is added to
             low = _rounded(low + _low(residual, TYPE), TYPE)
@@ -126,6 +124,10 @@ def _all_reduce_kernel(
         if sumsq_ptr is not None:
             squares = tl.where(inside, low * low + high * high, 0.0)
             tl.store(sumsq_ptr + row * PER_ROW + item % PER_ROW, tl.sum(squares, 0))
+    if WORLD > 1:
+        tl.debug_barrier()
+        for turn in range(tl.cdiv(num_items - first, step)):
+            end_exchange(epochs_ptr, first + turn * step)
 
 
 def all_reduce(partial: torch.Tensor, peers: "PeerExchange") -> torch.Tensor:

@@ -106,6 +106,15 @@ def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CAR
 
 
 @triton.jit
+def end_exchange(epochs_ptr, item):
+    """The epoch of an item moves on: behind a barrier (`tl.debug_barrier`), since warps wait for words by themselves.
+
+    A warp that read an epoch which another one had moved on already would wait for words that nobody sends.
+    """
+    tl.store(epochs_ptr + item, tl.load(epochs_ptr + item) + 1)
+
+
+@triton.jit
 def largest_of_all(
     value, item, buffers_ptr, epochs_ptr, state_ptr, lost_ptr, CAPACITY: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, CARD: tl.constexpr,
@@ -123,5 +132,6 @@ def largest_of_all(
             source = place(buffers_ptr, RANK, peer, item, epoch, CAPACITY, WORLD)
             theirs = receive(source, epoch, inside, peer, state_ptr, lost_ptr, CARD).to(tl.int64)
             value = tl.maximum(value, tl.sum(tl.where(half == 0, theirs & 0xFFFFFFFF, theirs << 32)))
-    tl.store(epochs_ptr + item, epoch + 1)
+    tl.debug_barrier()
+    end_exchange(epochs_ptr, item)
     return value

@@ -136,6 +136,34 @@ def test_a_thousand_replays_of_a_graph_lose_nothing(pair):
     assert int(pair.ranks[0]._epochs[0]) == 1 + 6 * 1002
 
 
+def test_programs_of_many_items_lose_nothing(pair):
+    """More items than programs: each program takes several, and its warps are not at the same one."""
+    sums, halves = parts_of(300, 4096, 6), parts_of(8, 64128, 7)
+    expected, whole = in_order(sums), torch.cat(halves, dim=1)
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in range(2)]
+
+    def call(one, rank):
+        wrong[rank].add_((one.all_reduce(sums[rank]) != expected).sum())
+        wrong[rank].add_((one.all_gather(halves[rank], (64128, 64128)) != whole).sum())
+
+    pair.warm_up(call)
+    pair.run(call)
+    graphs = []
+    for rank, one in enumerate(pair.ranks):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=pair.streams[rank]):
+            call(one, rank)
+        graphs.append(graph)
+    torch.cuda.synchronize()
+    for _ in range(300):
+        for rank, graph in enumerate(graphs):
+            with torch.cuda.stream(pair.streams[rank]):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert [one.lost() for one in pair.ranks] == [None, None]
+    assert [int(one) for one in wrong] == [0, 0]
+
+
 def test_a_peer_that_does_not_come_raises_a_flag_and_the_graph_ends(pair):
     parts = parts_of(1, 4096, 5)
 
