@@ -21,7 +21,7 @@ import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when i
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.arguments import AsJson, Config, EngineVersion, Force, Overrides, Workdir
 from slipstream.flows.by_hand import run_each, run_stages
-from slipstream.flows.host_cli import host_app
+from slipstream.flows.host_cli import doctor, host_app
 
 app = typer.Typer(
     name="slipstream",
@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(host_app, name="host")
+app.command("doctor")(doctor)
 
 
 @app.command()

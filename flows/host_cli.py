@@ -1,10 +1,10 @@
-"""`slipstream host ...`: commands about the host of a deployment."""
+"""`slipstream host ...` and `slipstream doctor`: commands about the host of a deployment."""
 
 from typing import Annotated
 
 import typer
 
-from slipstream.flows.arguments import Config, Overrides
+from slipstream.flows.arguments import AsJson, Config, Overrides
 
 host_app = typer.Typer(
     no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
@@ -38,3 +38,14 @@ def host_trust(
     from slipstream.flows.host_view import trust
 
     trust(config, overrides or (), fingerprints=fingerprints or (), replace_changed=replace)
+
+
+def doctor(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Look at the deployment's host: GPUs and who is on them, disk, ports, clock, limits, each with its consequence.
+
+    Starts and stops nothing. Ends with exit code 3 when the deployment cannot use the host as it is.
+    """
+    from slipstream.flows.doctor_view import show_doctor
+
+    if not show_doctor(config, overrides or (), as_json=as_json):
+        raise typer.Exit(3)

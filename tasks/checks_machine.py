@@ -11,7 +11,7 @@ from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.estimates import costs
 from slipstream.tasks.facts import HOLDOUT, Facts, prompts_path
 from slipstream.tasks.ports import port_holders, port_is_free
-from slipstream.tasks.process import group_members, read_record
+from slipstream.tasks.process import our_processes
 from slipstream.tasks.prompts import held_out_count, load_prompts
 
 
@@ -94,16 +94,6 @@ def _port(facts: Facts) -> Iterator[Finding]:
             ("stop that process, if it is yours", "write another server.port, or 0 for any free one"),
             "F15",
         )
-
-
-def our_processes(workdir: Path) -> set[int]:
-    """Pids of the living processes that runs in `workdir` started, by their state files: cleanup will stop them."""
-    pids: set[int] = set()
-    for state_file in (*workdir.glob("*.state.json"), *workdir.glob("*/*.state.json")):
-        record = read_record(state_file)
-        if record is not None:
-            pids.update(member.pid for member in group_members(record.identity))
-    return pids
 
 
 def _prompts(facts: Facts) -> Iterator[Finding]:

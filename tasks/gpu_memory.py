@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+from slipstream.tasks.nvml import read_gpus
+
 POLL_SECONDS = 0.5
 TOLERANCE_BYTES = 256 << 20  # a display or a monitor may come and go
 
@@ -17,25 +19,11 @@ class GpuMemory:
 
 
 def read_gpu_memory() -> list[GpuMemory] | None:
-    """Memory in use on every card; None on a machine without an NVIDIA GPU or without its management library."""
-    try:
-        import pynvml  # of nvidia-ml-py: on GPU hosts only
-    except ImportError:
+    """Memory in use on every card; None on a machine without an NVIDIA GPU or its driver."""
+    found = read_gpus()
+    if found is None or not found.cards:
         return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
-        cards = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            users = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-            cards.append(GpuMemory(index, used, tuple(int(user.pid) for user in users)))
-        return cards or None
-    finally:
-        pynvml.nvmlShutdown()
+    return [GpuMemory(card.index, card.used_bytes, tuple(user.pid for user in card.users)) for card in found.cards]
 
 
 def wait_gpu_memory(baseline: list[GpuMemory] | None, seconds: float) -> list[GpuMemory]:

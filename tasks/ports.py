@@ -1,13 +1,19 @@
 """TCP ports: is one free, who holds it."""
 
 import errno
+import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
+from slipstream.tasks.proc_stat import NOT_VISIBLE, command_of, user_of
 
 POLL_SECONDS = 0.05
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_LISTEN = "0A"  # state of a listening socket in these tables
 
 
 @dataclass(frozen=True)
@@ -47,21 +53,41 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def port_holders(port: int) -> list[PortHolder]:
     """The processes that listen on `port`, on any address. A listener that we may not see has pid None."""
-    pids: dict[int | None, None] = {}
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            pids[connection.pid] = None
-    return [_describe(pid) for pid in pids]
+    inodes = {inode for table in _TABLES for inode in _listening(Path(table), port)}
+    if not inodes:
+        return []
+    pids = sorted(pid for pid in _numbers(Path("/proc")) if inodes & _sockets(pid))
+    return [PortHolder(pid, command_of(pid), user_of(pid)) for pid in pids] or [
+        PortHolder(None, NOT_VISIBLE, "another")
+    ]
 
 
-def _describe(pid: int | None) -> PortHolder:
-    if pid is None:
-        return PortHolder(None, "not visible to us", "another")
+def _listening(table: Path, port: int) -> Iterator[str]:
+    """Inodes of the sockets that listen on `port`, from a table of /proc/net."""
     try:
-        process = psutil.Process(pid)
-        return PortHolder(pid, " ".join(process.cmdline()) or process.name(), process.username())
-    except psutil.Error:
-        return PortHolder(pid, "not visible to us", "another")
+        lines = table.read_text().splitlines()[1:]
+    except OSError:
+        return
+    for line in lines:
+        fields = line.split()
+        if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+            yield fields[9]
+
+
+def _sockets(pid: int) -> set[str]:
+    """Inodes of a process's sockets; none where we may not look."""
+    found = set()
+    try:
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                found.add(os.readlink(entry.path).removeprefix("socket:[").removesuffix("]"))
+    except OSError:
+        pass
+    return found
+
+
+def _numbers(folder: Path) -> Iterator[int]:
+    return (int(name) for name in os.listdir(folder) if name.isdigit())
 
 
 def wait_port_free(host: str, port: int, seconds: float) -> bool:

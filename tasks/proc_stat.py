@@ -1,7 +1,11 @@
 """Processes as /proc shows them: who lives, since when, in which group, and in which boot of the machine."""
 
+import os
+import pwd
 from dataclasses import dataclass
 from pathlib import Path
+
+NOT_VISIBLE = "not visible to us"
 
 
 @dataclass(frozen=True)
@@ -38,3 +42,24 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
+
+
+def command_of(pid: int) -> str:
+    """Command line of a process for people, its short name where it has none, NOT_VISIBLE where we may not look."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        return words or Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return NOT_VISIBLE
+
+
+def user_of(pid: int) -> str:
+    """Name of a process's user, or its number; "another" where we may not look."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return "another"
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

@@ -224,6 +224,17 @@ def group_members(identity: ProcessIdentity) -> list[Member]:
     ]
 
 
+def our_processes(folder: Path) -> set[int]:
+    """Pids of the living processes that runs in `folder` started, and of jobs there, by their state files."""
+    pids: set[int] = set()
+    for depth in ("*", "*/*", "*/*/*"):  # a server's, Prefect's, a job's
+        for state_file in folder.glob(f"{depth}{STATE_SUFFIX}"):
+            record = read_record(state_file)
+            if record is not None:
+                pids.update(member.pid for member in group_members(record.identity))
+    return pids
+
+
 def stop_group(
     identity: ProcessIdentity,
     *,

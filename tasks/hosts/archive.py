@@ -20,9 +20,12 @@ MODULES = (
     "slipstream.tasks.hosts.host_lock",
     "slipstream.tasks.hosts.jobs",
     "slipstream.tasks.hosts.keeper",
+    "slipstream.tasks.hosts.machine_facts",
     "slipstream.tasks.lock",
     "slipstream.tasks.manifest",
+    "slipstream.tasks.nvml",
     "slipstream.tasks.os_errors",
+    "slipstream.tasks.ports",
     "slipstream.tasks.proc_stat",
     "slipstream.tasks.process",
 )

@@ -21,6 +21,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
 from slipstream.tasks.hosts.commands import run_command
 from slipstream.tasks.hosts.jobs import job_status, start_job, stop_job
+from slipstream.tasks.hosts.machine_facts import machine_facts
 from slipstream.tasks.os_errors import is_disk_full
 from slipstream.tasks.proc_stat import boot_id
 from slipstream.tasks.process import own_archive
@@ -80,6 +81,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     call.__name__: call
     for call in (
         hello,
+        machine_facts,
         run_command,
         start_job,
         job_status,

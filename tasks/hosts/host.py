@@ -128,6 +128,9 @@ class Host(Protocol):
     def hello(self) -> dict[str, Any]:
         """Who and what it is (`far_side.hello`)."""
 
+    def facts(self, *, address: str, port: int) -> dict[str, Any]:
+        """What is on it right now (`machine_facts.machine_facts`), and `skew_seconds` of its clock to ours."""
+
     def run(
         self, command: tuple[str, ...], *, stdin: str = "", seconds: float | None = None, directory: str = ""
     ) -> Done:

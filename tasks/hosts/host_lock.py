@@ -17,6 +17,7 @@ from slipstream.tasks.process import ProcessIdentity, group_members
 
 # Seen by every user of the host, and gone or void after a reboot.
 LOCK_FOLDER = "/tmp/slipstream-locks"
+GPU_LOCK = "gpus"
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from slipstream.tasks.hosts.host import (
     Job,
     JobStatus,
 )
+from slipstream.tasks.hosts.host_lock import GPU_LOCK, LOCK_FOLDER
+from slipstream.tasks.nvml import LIBRARY
 
 GRACE_SECONDS = 10.0  # an answer's way back, over the time that the host itself was given
 KILL_SECONDS = 10.0
@@ -63,6 +65,22 @@ class ScriptedHost(ABC):
     def hello(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("hello", self.command_seconds)
         return found
+
+    def facts(self, *, address: str, port: int) -> dict[str, Any]:
+        before = time.time()
+        found: dict[str, Any] = self._ask(
+            "machine_facts",
+            self.command_seconds,
+            address=address,
+            port=port,
+            lock_folder=LOCK_FOLDER,
+            lock_names=[GPU_LOCK],
+            nvml=LIBRARY,
+        )
+        after = time.time()
+        # Its clock was read between the two: what lies within them is no skew.
+        skew = max(0.0, found["time"] - after) + min(0.0, found["time"] - before)
+        return {**found, "skew_seconds": skew}
 
     def run(
         self, command: tuple[str, ...], *, stdin: str = "", seconds: float | None = None, directory: str = ""

@@ -1,0 +1,56 @@
+"""`slipstream doctor`: a host looked at, as a table for people or as JSON for programs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.configs.load import load
+from slipstream.tasks.hosts.doctor import HostFinding, judge
+from slipstream.tasks.hosts.open_host import open_host
+
+COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def examine(config: Path, overrides: Sequence[str]) -> tuple[str, dict[str, Any], list[HostFinding]]:
+    """(Name of the deployment's host, its facts, what they mean). Raises SlipstreamError, as the host does."""
+    deployment = load(config, overrides).deployment
+    host = open_host(deployment)
+    try:
+        facts = host.facts(address=deployment.server.host, port=deployment.server.port)
+        return host.name, facts, judge(facts, deployment)
+    finally:
+        host.close()
+
+
+def show_doctor(config: Path, overrides: Sequence[str], *, as_json: bool, console: Console | None = None) -> bool:
+    """Prints what was found. Returns whether the deployment can use the host: no finding is an error."""
+    name, facts, findings = examine(config, overrides)
+    if as_json:
+        told = {"host": name, "facts": facts, "findings": [asdict(finding) for finding in findings]}
+        print(json.dumps(told, indent=2, ensure_ascii=False))
+    else:
+        _table(name, facts, findings, console or Console())
+    return not any(finding.severity == "error" for finding in findings)
+
+
+def _table(name: str, facts: dict[str, Any], findings: Sequence[HostFinding], console: Console) -> None:
+    table = Table(title=f"{name}: {facts['host']}, Linux {facts['kernel']} {facts['machine']}", title_justify="left")
+    for column in ("", "looked at", "found", "consequence", "do"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        fault = f"{finding.fault}: " if finding.fault else ""
+        runbook = f" (runbooks/{finding.runbook})" if finding.runbook else ""
+        table.add_row(
+            Text(finding.severity, style=COLOURS[finding.severity]),
+            finding.check,
+            Text(fault + finding.found),
+            Text(finding.consequence),
+            Text(finding.do + runbook),
+        )
+    console.print(table)
