@@ -2,9 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import torch
 
@@ -15,157 +13,59 @@ from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 from slipstream.kernels.int4 import BLOCK, GROUPS, Int4Weight
 
 QUAD = 128  # input features that a warp takes at a time
-MAX_PARTS = 8  # of K: warps of a CTA, or CTAs of a cluster
-CLUSTER = MAX_PARTS
 # Shared memory of a block by compute capability, in bytes; an unknown card gets the least.
 _SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 _LEAST_SHARED_BYTES = 99 << 10
-_BULK_ARCH = 90  # cards from here on copy in bulk
+_FEW_BLOCKS = 128
 
 
 class Int4Params(ctypes.Structure):
-    """As in int4_parts.cuh."""
+    """As in int4_gemm.cuh."""
 
     _fields_ = (
         ("common", Params),
         ("scales", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("staged_stride", "x_at", "sums_at", "step", "ahead", "trigger")),
+        ("staged_stride", ctypes.c_int32),
+        ("sums_at", ctypes.c_int32),
     )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One compiled kernel that loads weights into registers (int4_gemm.cuh). None of this changes a bit of the result.
+    """One compiled kernel. None of this changes a bit of the result.
 
     Args:
         row_tiles: tiles of 8 rows of x in a CTA.
         depth: quads of weights in flight per thread.
         staged: rows of x are read once, through the norm, into shared memory, and a CTA may take several blocks of the
             weight in turn; else rows are read by every warp as it needs them.
-        ctas: on a multiprocessor, that the registers allow.
+        max_warps, ctas: of a CTA, and of these on a multiprocessor, that the registers allow.
     """
 
     row_tiles: int
     depth: int
     staged: bool
+    max_warps: int
     ctas: int
 
     def name(self, epilogue: Epilogue, group: int) -> str:
         """The kernel's name in the cubin."""
-        cut = f"{self.row_tiles}_{self.depth}_{int(self.staged)}"
+        cut = f"{self.row_tiles}_{self.depth}_{int(self.staged)}_{32 * self.max_warps}"
         return f"int4_{int(epilogue)}_{int(has_norm(epilogue))}_{group}_{cut}"
 
     def staged_bytes(self, rows: int, width: int) -> int:
-        """Of the rows of x in shared memory."""
-        return _row_bytes(width) * rows if self.staged else 0
+        """Of the rows of x: each 64 bytes longer than a multiple of 128, so that a warp's reads meet no bank twice."""
+        return 2 * rows * (width + 32) if self.staged else 0
 
     def sums_bytes(self, parts: int) -> int:
         """Of the parts' sums in fp32."""
-        return _sum_bytes(parts, 8 * self.row_tiles)
+        return 4 * parts * 8 * self.row_tiles * 36
 
 
-class Rows(IntEnum):
-    """Where a ring's kernel keeps rows of x, as in int4_ring.cuh; CLUSTER is int4_cluster.cuh."""
-
-    RESIDENT = 0
-    STREAM = 1
-    CLUSTER = 2
-
-
-@dataclass(frozen=True)
-class Ring:
-    """One compiled kernel whose weights come by bulk copies through rings. None of this changes a bit of the result.
-
-    Args:
-        rows: where rows of x lie.
-        row_tiles: tiles of 8 rows of x; it takes no more.
-        x_quads: quads of x that a thread holds; RESIDENT: that a part may have.
-    """
-
-    rows: Rows
-    row_tiles: int
-    x_quads: int = 0
-
-    def name(self, epilogue: Epilogue, group: int) -> str:
-        """The kernel's name in the cubin."""
-        of = f"{int(epilogue)}_{int(has_norm(epilogue))}_{group}_{self.row_tiles}"
-        if self.rows is Rows.CLUSTER:
-            return f"int4cluster_{of}"
-        return f"int4ring_{of}_{self.x_quads}_{int(self.rows)}"
-
-    @property
-    def norms(self) -> tuple[bool, ...]:
-        """Compiled without a norm in front, with one: rows without a norm are resident where they stream once."""
-        return (True,) if self.rows is Rows.RESIDENT else (False, True)
-
-    def takes(self, norm: bool, rows: int, per_part: int) -> bool:
-        """Whether this kernel is there, and for so many rows and quads in a part."""
-        fits = self.rows is not Rows.RESIDENT or per_part <= self.x_quads
-        return norm in self.norms and rows <= 8 * self.row_tiles and fits
-
-    def warps(self, parts: int) -> int:
-        """Of a CTA."""
-        return CLUSTER if self.rows is Rows.CLUSTER else parts
-
-    def grid(self, blocks: int, sms: int) -> int:
-        """CTAs: so many that all are on the card at once. In a cluster each warp of each CTA takes a block."""
-        if self.rows is Rows.CLUSTER:
-            return CLUSTER * min(-(-blocks // CLUSTER), max(1, sms // CLUSTER))
-        return min(blocks, sms)
-
-
-class Trigger(IntEnum):
-    """When a ring's kernel lets the next one start, as in int4_parts.cuh: at once, behind its last copy, at its end."""
-
-    AT_START = 0
-    AT_LAST_COPY = 1
-    AT_END = 2
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the rings of a launch are cut; none of it changes a bit.
-
-    Args:
-        ring_bytes: of a CTA's rings at most. What does not fit beside another CTA is left out.
-        step: quads in a slot: 1, 2 or 4.
-        ahead: quads of each warp that come into the L2 before the wait, behind those of its ring.
-        trigger: when the next kernel may start.
-        whole_sm: a CTA may take all shared memory of an SM, and no other fits beside it.
-    """
-
-    ring_bytes: int = 80 << 10
-    step: int = 1
-    ahead: int = 0
-    trigger: Trigger = Trigger.AT_START
-    whole_sm: bool = False
-
-
-CUT = Cut()  # of every launch; measurements put others here
-MIN_SLOTS = 2  # of a warp's ring: a shorter one hides nothing
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Shared memory of one launch of a ring's kernel: barriers, rings, rows of x or the norm's weight, sums.
-
-    Args:
-        slots: of each warp.
-        x_at, sums_at, total: bytes.
-    """
-
-    slots: int
-    x_at: int
-    sums_at: int
-    total: int
-
-
-NARROW, NARROW_DEEP, NARROW_16 = Variant(1, 1, True, 2), Variant(1, 2, True, 2), Variant(2, 2, True, 1)
-DIRECT, DIRECT_16, DIRECT_32 = Variant(1, 2, False, 1), Variant(2, 1, False, 1), Variant(4, 1, False, 1)
-VARIANTS = (NARROW, NARROW_DEEP, NARROW_16, DIRECT, DIRECT_16, DIRECT_32)
-RING, RING_STREAM = Ring(Rows.RESIDENT, 1, 4), Ring(Rows.STREAM, 1, 4)
-RING_CLUSTER = Ring(Rows.CLUSTER, 2)
-RINGS = (RING, RING_STREAM, RING_CLUSTER)
+WIDE, NARROW, NARROW_DEEP = Variant(1, 2, True, 16, 1), Variant(1, 1, True, 8, 3), Variant(1, 2, True, 8, 2)
+WIDE_16, NARROW_16 = Variant(2, 2, True, 16, 1), Variant(2, 2, True, 8, 2)
+DIRECT, DIRECT_16, DIRECT_32 = Variant(1, 2, False, 16, 1), Variant(2, 1, False, 16, 1), Variant(4, 1, False, 16, 1)
+VARIANTS = (WIDE, NARROW, NARROW_DEEP, WIDE_16, NARROW_16, DIRECT, DIRECT_16, DIRECT_32)
 
 
 def takes(weight: Int4Weight) -> bool:
@@ -178,61 +78,28 @@ def has_norm(epilogue: Epilogue) -> bool:
     return epilogue in (Epilogue.GATE_UP, Epilogue.QKV)
 
 
-def split_k(width: int) -> tuple[int, int]:
-    """(parts, quads in each) of a K of `width`: part of the arithmetic, so by K alone."""
+def split_k(num_rows: int, width: int) -> tuple[int, int]:
+    """(parts, quads in each) of a weight [num_rows, width]: part of the arithmetic, so by its shape alone.
+
+    A weight of few rows is spread over more warps of each block, so that as many loads are in flight.
+    """
     quads = width // QUAD
-    per_part = -(-quads // MAX_PARTS)
+    most = 16 if -(-num_rows // BLOCK) <= _FEW_BLOCKS else 8
+    per_part = -(-quads // most)
     return -(-quads // per_part), per_part
 
 
-def choose(epilogue: Epilogue, rows: int, shape: Sequence[int], group: int, arch: int, sms: int) -> Variant | Ring:
-    """The kernel for `rows` rows of x, of those that fit into the shared memory of a block. shape: the weight's."""
-    width = shape[1]
-    parts, per_part = split_k(width)
-    for ring in RINGS if arch >= _BULK_ARCH else ():
-        fits = ring.takes(has_norm(epilogue), rows, per_part)
-        if fits and layout(ring, epilogue, rows, shape, group, CUT, arch, sms).slots >= MIN_SLOTS:
-            return ring
-    if rows > 16:
-        return DIRECT_32
-    if rows > 8:
-        staged, direct = NARROW_16, DIRECT_16
+def choose(epilogue: Epilogue, rows: int, width: int, parts: int, shared_bytes: int) -> Variant:
+    """The kernel for `rows` rows of x, of those that fit into the shared memory of a block."""
+    if rows <= 8:
+        few = WIDE if parts > 8 else NARROW_DEEP if epilogue == Epilogue.QKV else NARROW
+        candidates = (few, DIRECT)
+    elif rows <= 16:
+        candidates = (WIDE_16 if parts > 8 else NARROW_16, DIRECT_16)
     else:
-        staged, direct = NARROW_DEEP if epilogue == Epilogue.QKV else NARROW, DIRECT
-    fits = staged.staged_bytes(rows, width) + staged.sums_bytes(parts) <= shared_limit(arch)
-    return staged if fits else direct
-
-
-def layout(
-    ring: Ring, epilogue: Epilogue, rows: int, shape: Sequence[int], group: int, cut: Cut, arch: int, sms: int
-) -> Layout:
-    """Shared memory of a launch; too few slots where that is too small."""
-    parts, per_part = split_k(shape[1])
-    blocks, warps, limit = -(-shape[0] // BLOCK), ring.warps(parts), shared_limit(arch)
-    most = limit if cut.whole_sm else (limit + 1024) // 2 - 1024  # the system takes 1 KB of each CTA
-    beside = 2 * shape[1] if has_norm(epilogue) else 0
-    if ring.rows is Rows.CLUSTER:
-        beside = _row_bytes(per_part * QUAD) * rows
-    together = ring.grid(blocks, sms)  # blocks that the card takes at a time
-    sums = _sum_bytes(warps, rows) * (2 if blocks > together else 1)
-    slot = cut.step * _quad_bytes(group)
-    slots = max(0, min(cut.ring_bytes, most - beside - sums - 128)) // (warps * (slot + 8))
-    x_at = -(-8 * warps * slots // 128) * 128 + warps * slots * slot
-    return Layout(slots, x_at, x_at + beside, x_at + beside + sums)
-
-
-def _row_bytes(width: int) -> int:
-    """Of a staged row of x: 64 bytes longer than a multiple of 128, so that a warp's reads meet no bank twice."""
-    return 2 * (width + 32)
-
-
-def _sum_bytes(parts: int, columns: int) -> int:
-    return 4 * parts * columns * 36
-
-
-def _quad_bytes(group: int) -> int:
-    """Of a block's quad: 32 rows of 128 nibbles, and their scales."""
-    return BLOCK * QUAD // 2 + BLOCK * QUAD // group * 2
+        return DIRECT_32
+    staged, direct = candidates
+    return staged if staged.staged_bytes(rows, width) + staged.sums_bytes(parts) <= shared_bytes else direct
 
 
 def turns(variant: Variant, blocks: int, quads: int, per_part: int, sms: int, shared_bytes: int) -> int:
@@ -262,9 +129,7 @@ def _unit(group: int, epilogue: Epilogue) -> build.Unit:
 def _module(group: int, epilogue: Epilogue, device: int) -> driver.Module:
     arch = capability()
     cubin = build.compiled(arch, [_unit(group, epilogue)])[0]
-    rings = [ring for ring in RINGS if arch >= _BULK_ARCH and has_norm(epilogue) in ring.norms]
-    names = [v.name(epilogue, group) for v in VARIANTS] + [ring.name(epilogue, group) for ring in rings]
-    return driver.Module(cubin, device, [(name, shared_limit(arch)) for name in names])
+    return driver.Module(cubin, device, [(v.name(epilogue, group), shared_limit(arch)) for v in VARIANTS])
 
 
 def load(device: int, groups: tuple[int, ...] = GROUPS) -> None:
@@ -290,57 +155,26 @@ def launch(epilogue: Epilogue, weight: Int4Weight, params: Params, device: int, 
     Args:
         override: `variant` may be one of this module; `parts` is none of its choices.
     """
-    parts, per_part = split_k(params.K)
-    arch, sms = capability(), _sms(device)
-    chosen = override.variant or choose(epilogue, params.M, weight.shape, weight.group, arch, sms)
-    assert isinstance(chosen, Variant | Ring)
+    parts, per_part = split_k(*weight.shape)
+    variant = override.variant or choose(epilogue, params.M, params.K, parts, shared_limit(capability()))
+    assert isinstance(variant, Variant)
+    if parts > variant.max_warps or (variant.staged and 8 * variant.row_tiles < params.M):
+        raise ValueError(f"{params.M} rows, {parts} parts: {variant} takes fewer")
     blocks = weight.words.shape[0]
     params.weight, params.chunks_per_part = weight.words.data_ptr(), per_part * (QUAD // 32)
     params.tiles = 2 * blocks
-    params.m_groups = 1 if isinstance(chosen, Ring) else -(-params.M // (8 * chosen.row_tiles))
+    params.m_groups = -(-params.M // (8 * variant.row_tiles))
     params.evict_first = int(override.evict_first and params.m_groups == 1)
-    everything, warps = Int4Params(params, weight.scales.data_ptr(), params.K + 32), parts
-    if isinstance(chosen, Ring):
-        ctas, shared_bytes = _cut_ring(chosen, epilogue, everything, weight, per_part, sms)
-        warps = chosen.warps(parts)
-    else:
-        ctas, shared_bytes = _cut_loads(chosen, everything, blocks, parts, sms)
-    _module(weight.group, epilogue, device).functions[chosen.name(epilogue, weight.group)].launch(
+    staged, sums = variant.staged_bytes(params.M, params.K), variant.sums_bytes(parts)
+    in_turn = turns(variant, blocks, params.K // QUAD, per_part, _sms(device), staged + 2 * sums)
+    ctas = -(-blocks // in_turn) * params.m_groups
+    everything = Int4Params(params, weight.scales.data_ptr(), params.K + 32, staged // 4)
+    _module(weight.group, epilogue, device).functions[variant.name(epilogue, weight.group)].launch(
         ctas,
-        32 * warps,
-        shared_bytes,
+        32 * parts,
+        staged + sums * min(2, in_turn),
         _stream(device),
         everything,
         pdl=pdl_enabled() if override.pdl is None else override.pdl,
-        cluster=CLUSTER if isinstance(chosen, Ring) and chosen.rows is Rows.CLUSTER else 1,
     )
-    launched(settles=epilogue is Epilogue.QKV)  # as the kernels do
-
-
-def _cut_ring(
-    ring: Ring, epilogue: Epilogue, given: Int4Params, weight: Int4Weight, per_part: int, sms: int
-) -> tuple[int, int]:
-    """Fills `given`; (CTAs, bytes of shared memory of each)."""
-    common = given.common
-    if not ring.takes(has_norm(epilogue), common.M, per_part):
-        raise ValueError(f"{common.M} rows, parts of {per_part} quads: {ring} takes fewer, or is not compiled")
-    found = layout(ring, epilogue, common.M, weight.shape, weight.group, CUT, capability(), sms)
-    if found.slots < 1:
-        raise ValueError(f"{common.M} rows of {common.K}: no shared memory is left for {ring}")
-    common.slots = found.slots
-    given.x_at, given.sums_at = found.x_at // 4, found.sums_at // 4
-    given.step, given.ahead, given.trigger = CUT.step, CUT.ahead, CUT.trigger
-    if ring.rows is Rows.CLUSTER:
-        given.staged_stride = per_part * QUAD + 32
-    return ring.grid(weight.words.shape[0], sms), found.total
-
-
-def _cut_loads(variant: Variant, given: Int4Params, blocks: int, parts: int, sms: int) -> tuple[int, int]:
-    """Fills `given`; (CTAs, bytes of shared memory of each)."""
-    common, (_, per_part) = given.common, split_k(given.common.K)
-    if variant.staged and 8 * variant.row_tiles < common.M:
-        raise ValueError(f"{common.M} rows: {variant} takes fewer")
-    staged, sums = variant.staged_bytes(common.M, common.K), variant.sums_bytes(parts)
-    in_turn = turns(variant, blocks, common.K // QUAD, per_part, sms, staged + 2 * sums)
-    given.sums_at = staged // 4
-    return -(-blocks // in_turn) * common.m_groups, staged + sums * min(2, in_turn)
+    launched(settles=epilogue is Epilogue.QKV)  # as int4_gemm.cuh does

@@ -1,27 +1,23 @@
 """Times matrix products over INT4 weights inside CUDA graphs, weights cold. By hand, on a GPU; ends within a minute:
 
-    python tests/benchmarks/int4_bench.py [--only check|chains|sweep|shapes|triton] [--ceiling 4.55]
+    python tests/benchmarks/int4_bench.py [--only check|chains|shapes|triton] [--ceiling 4.55]
 
-Shapes are those of an 8B Llama. `plan` is the kernel that serving takes; the others are the same sum cut otherwise: row
-tiles . depth . staged, or of the kernels with rings row tiles . quads of x . place of x. A chain is the products of 32
-layers, and the bf16 head, in one graph; no attention. The sweep runs chains with rings of other sizes.
+Shapes are those of an 8B Llama. `plan` is the kernel that serving takes; the others are the same sum cut otherwise (row
+tiles . depth . staged . warps). A chain is the products of 32 layers, and the bf16 head, in one graph; no attention.
 """
 
 import argparse
-import contextlib
 import copy
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from cold_graphs import TWINS, copies_of, relative_error, seconds_per_replay
 
 from slipstream.kernels.cuda import int4_launch, skinny_gemm
-from slipstream.kernels.cuda.int4_launch import DIRECT_16, NARROW, RING_CLUSTER, Cut, Ring, Trigger, Variant
+from slipstream.kernels.cuda.int4_launch import Variant
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.cuda.pack import pack
 from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
@@ -115,57 +111,24 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
-def others(op: str, rows: int) -> list[Variant | Ring]:
+def others(op: str, rows: int) -> list[Variant]:
     """Cuts to compare with the plan."""
-    _, k, _ = OPS[op]
-    parts, per_part = int4_launch.split_k(k)
+    n, k, _ = OPS[op]
+    parts, _ = int4_launch.split_k(n, k)
     limit = int4_launch.shared_limit(90)
-    norm = int4_launch.has_norm(EPILOGUES[op])
-    rings = [ring for ring in int4_launch.RINGS if ring.takes(norm, rows, per_part)]
-    loads = [
+    plan = int4_launch.choose(EPILOGUES[op], rows, k, parts, limit)
+    return [
         v
         for v in int4_launch.VARIANTS
-        if 8 * v.row_tiles >= rows > 4 * v.row_tiles - 4 and v.staged_bytes(rows, k) + v.sums_bytes(parts) <= limit
+        if v != plan
+        and parts <= v.max_warps
+        and 8 * v.row_tiles >= rows > 4 * v.row_tiles - 4
+        and v.staged_bytes(rows, k) + v.sums_bytes(parts) <= limit
     ]
-    return [*rings[1:], *loads]
 
 
-def label(kernel: Variant | Ring) -> str:
-    if isinstance(kernel, Ring):
-        return kernel.rows.name.lower()
-    return f"{kernel.row_tiles}.{kernel.depth}.{int(kernel.staged)}"
-
-
-@contextlib.contextmanager
-def rings_cut(cut: Cut) -> Iterator[None]:
-    """Launches cut their rings so."""
-    kept = int4_launch.CUT
-    int4_launch.CUT = cut
-    try:
-        yield
-    finally:
-        int4_launch.CUT = kept
-
-
-PLAN = int4_launch.CUT
-CUTS = {
-    "plan": PLAN,
-    "trigger last copy": replace(PLAN, trigger=Trigger.AT_LAST_COPY),
-    "trigger end": replace(PLAN, trigger=Trigger.AT_END),
-    "ring 40 KB": replace(PLAN, ring_bytes=40 << 10),
-    "ring 60 KB": replace(PLAN, ring_bytes=60 << 10),
-    "ring 100 KB": replace(PLAN, ring_bytes=100 << 10),
-    "ring 110 KB": replace(PLAN, ring_bytes=112 << 10),
-    "whole SM": replace(PLAN, whole_sm=True),
-    "whole SM, 160 KB": replace(PLAN, whole_sm=True, ring_bytes=160 << 10),
-    "2 quads a slot": replace(PLAN, step=2),
-    "2 quads, 100 KB": replace(PLAN, step=2, ring_bytes=100 << 10),
-    "L2 2 quads ahead": replace(PLAN, ahead=2),
-    "L2 4 ahead": replace(PLAN, ahead=4),
-    "L2 8 ahead": replace(PLAN, ahead=8),
-    "last copy, L2 4": replace(PLAN, trigger=Trigger.AT_LAST_COPY, ahead=4),
-    "last copy, 100 KB": replace(PLAN, trigger=Trigger.AT_LAST_COPY, ring_bytes=100 << 10),
-}
+def label(variant: Variant) -> str:
+    return f"{variant.row_tiles}.{variant.depth}.{int(variant.staged)}.{variant.max_warps}"
 
 
 class Chain:
@@ -189,23 +152,17 @@ class Chain:
 
 
 def check(group: int) -> None:
-    """Two layers of sixteen rows against the torch twins; their bits by loads, fewer rows, without PDL, recut."""
+    """Two layers of sixteen rows against the torch twins; their bits in fewer rows and without PDL."""
     chain, inputs = Chain(group, 2), Inputs(16)
     with torch.enable_grad():
         expected = chain.forward(inputs, TWINS).rows
     found = chain.forward(inputs).rows
     error = relative_error(found, expected)
-    same = {
-        label(kernel): found.equal(chain.forward(inputs, override=Override(variant=kernel)).rows)  # type: ignore[arg-type]
-        for kernel in (DIRECT_16, RING_CLUSTER)
-    }
+    same = {}
     for rows in (1, 3, 8, 16):
         few = inputs.first(rows)
         for pdl in (False, True):
             same[f"{rows} rows, PDL {pdl}"] = found[:rows].equal(chain.forward(few, override=Override(pdl=pdl)).rows)
-        for name, cut in CUTS.items():
-            with rings_cut(cut):
-                same[f"{rows} rows, {name}"] = found[:rows].equal(chain.forward(few, override=Override(pdl=True)).rows)
     other = [name for name, equal in same.items() if not equal]
     words = f"relative error to the twins {error:.5f}; {len(same)} runs, other bits: {other or 'none'}"
     print(f"g{group}: two layers, {words}", flush=True)
@@ -217,28 +174,6 @@ def checks(_: float) -> list[dict[str, object]]:
     for group in (128, 32):
         check(group)
     return []
-
-
-def sweep(ceiling: float) -> list[dict[str, object]]:
-    """Chains with rings cut in every way of CUTS."""
-    results: list[dict[str, object]] = []
-    for group in (128, 32):
-        chain = Chain(group)
-        for rows in ROWS:
-            inputs = Inputs(rows)
-            for name, cut in CUTS.items():
-                with rings_cut(cut):
-                    seconds = seconds_per_replay(lambda chain=chain, inputs=inputs: chain.forward(inputs))
-                    kernels = " ".join(
-                        label(int4_launch.choose(EPILOGUES[op], rows, (n, k), group, int4_launch.capability(), 132))
-                        for op, (n, k, _) in OPS.items()
-                    )
-                share = chain.int4_bytes / seconds / 1e12 / ceiling
-                print(f"g{group:<3} M={rows:<2} {name:18} {seconds * 1e3:6.3f} ms {share:4.0%} {kernels}", flush=True)
-                results.append({"sweep": name, "group": group, "rows": rows, "ms": seconds * 1e3})
-        del chain
-        torch.cuda.empty_cache()
-    return results
 
 
 def chains(ceiling: float) -> list[dict[str, object]]:
@@ -254,8 +189,6 @@ def chains(ceiling: float) -> list[dict[str, object]]:
                 ("layers", False, Override()),
                 ("layers, no PDL", False, Override(pdl=False)),
                 ("layers, no evict_first", False, Override(evict_first=False)),
-                ("layers, by loads", False, Override(variant=NARROW if rows == 1 else DIRECT_16)),  # type: ignore[arg-type]
-                ("layers, in clusters", False, Override(variant=RING_CLUSTER)),  # type: ignore[arg-type]
                 ("layers + head", True, Override()),
             ):
 
@@ -296,7 +229,7 @@ def triton(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
-PARTS = {"check": checks, "chains": chains, "sweep": sweep, "shapes": shapes, "triton": triton}
+PARTS = {"check": checks, "chains": chains, "shapes": shapes, "triton": triton}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.kernels import dispatch, linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import int4_launch, skinny_gemm
-from slipstream.kernels.cuda.int4_launch import Cut, Ring, Rows, Trigger, Variant
+from slipstream.kernels.cuda.int4_launch import Variant
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.gpu import launch as gpu_launch
 from slipstream.kernels.int4 import Int4Weight, arrange, dequantise, pack
@@ -128,7 +128,7 @@ def within_the_bound(case: Case, y: torch.Tensor) -> None:
     assert ((y.double() - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["NARROW", "NARROW_16", "DIRECT", "DIRECT_16", "RING", "RING_STREAM", "RING_CLUSTER"])
+@pytest.mark.parametrize("name", ["NARROW", "WIDE_16", "DIRECT", "DIRECT_16"])
 @pytest.mark.parametrize("columns", [384, 128])
 def test_sums_of_squares_in_any_number_of_parts_are_read_of_every_row(
     emulators: Callable[..., Any], name: str, columns: int
@@ -141,17 +141,11 @@ def test_sums_of_squares_in_any_number_of_parts_are_read_of_every_row(
     same_but_for_rounding(case.run(override=Override(variant=variant)), case.twin())
 
 
-def kernels() -> list[Any]:
-    """(op, kernel) of every kernel that is compiled."""
-    all_of = {op: int4_launch.has_norm(epilogue) for op, epilogue in OPS.items()}
-    loads = [(op, variant) for op in OPS for variant in int4_launch.VARIANTS]
-    return loads + [(op, ring) for op, norm in all_of.items() for ring in int4_launch.RINGS if norm in ring.norms]
-
-
-@pytest.mark.parametrize(("op", "variant"), kernels())
+@pytest.mark.parametrize("variant", int4_launch.VARIANTS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group", [32, 128])
 def test_every_kernel_reads_each_weight_once_and_gives_the_product(
-    emulators: Callable[..., Any], op: str, group: int, variant: Variant | Ring
+    emulators: Callable[..., Any], op: str, group: int, variant: Variant
 ) -> None:
     emulator = emulators(group)
     case = Case(op, 8 * variant.row_tiles - 3, 48, 384, group)  # three quads, a warp each
@@ -169,13 +163,11 @@ def test_every_kernel_reads_each_weight_once_and_gives_the_product(
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(("group", "quads"), [(32, 33), (128, 9)])
-def test_bits_of_a_row_do_not_depend_on_the_others(
-    emulators: Callable[..., Any], op: str, group: int, quads: int
-) -> None:
-    """Five parts of two quads, the last of one, stay in registers; seven parts of five do not. Rows of every kernel."""
+@pytest.mark.parametrize("group", [32, 128])
+def test_bits_of_a_row_do_not_depend_on_the_others(emulators: Callable[..., Any], op: str, group: int) -> None:
+    """17 parts of K's 33 quads make two for each warp and one for the last; rows of every variant."""
     emulator = emulators(group)
-    case = Case(op, 34, 64, quads * 128, group)
+    case = Case(op, 34, 32, 33 * 128, group)
     whole = case.run()
     assert emulator.faults == 0
     assert emulator.groups == 2
@@ -187,42 +179,6 @@ def test_bits_of_a_row_do_not_depend_on_the_others(
             if name != "cache":
                 assert value.equal(whole[name][rows]), (name, rows)
     assert {name.split("_")[4] for name in emulator.names} == {"1", "2", "4"}  # tiles of 8 rows
-    twice = 2 if op == "qkv" else 1
-    assert sum(name.startswith("int4ring") for name in emulator.names) == 2 * twice
-    assert sum(name.startswith("int4cluster") for name in emulator.names) == twice
-
-
-CUTS = (
-    Cut(ring_bytes=1 << 20),  # as much as there is
-    Cut(ring_bytes=20 << 10, trigger=Trigger.AT_LAST_COPY),
-    Cut(ring_bytes=80 << 10, step=2, ahead=3, trigger=Trigger.AT_END),
-    Cut(ring_bytes=1 << 20, step=4, ahead=99),
-)
-
-
-@pytest.mark.parametrize(("op", "group", "quads"), [("gate_up", 32, 15), ("store", 128, 15), ("add", 128, 43)])
-def test_cuts_of_the_rings_change_no_bit(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, op: str, group: int, quads: int
-) -> None:
-    """Rings longer than a CTA's weights and shorter; slots of one, two, four quads, whole or not at a part's end."""
-    emulator = emulators(group)
-    case = Case(op, 11, 96, quads * 128, group)
-    loads = case.run(override=Override(variant=int4_launch.DIRECT_16))
-    same_but_for_rounding(loads, case.twin())
-    for rows in (slice(0, 11), slice(3, 8)):
-        ring = next(
-            ring
-            for ring in int4_launch.RINGS
-            if ring.takes(int4_launch.has_norm(OPS[op]), rows.stop - rows.start, int4_launch.split_k(quads * 128)[1])
-        )
-        for cut in CUTS:
-            monkeypatch.setattr(int4_launch, "CUT", cut)
-            found = case.run(rows, override=Override(variant=ring))
-            assert emulator.faults == 0
-            assert (emulator.reads == 1).all()
-            for name, value in found.items():
-                if name != "cache":
-                    assert value.equal(loads[name][rows]), (name, rows, cut)
 
 
 def test_a_norm_reads_the_rows_where_no_sums_were_left(emulators: Callable[..., Any]) -> None:
@@ -235,11 +191,14 @@ def test_a_norm_reads_the_rows_where_no_sums_were_left(emulators: Callable[..., 
 
 @pytest.mark.parametrize("variant", [v for v in int4_launch.VARIANTS if v.staged])
 @pytest.mark.parametrize("op", OPS)
-def test_a_cta_takes_several_blocks_in_turn(emulators: Callable[..., Any], op: str, variant: Variant) -> None:
-    """The emulated card has one multiprocessor. Parts of as many quads as are in flight; a CTA less busy."""
+def test_a_cta_takes_several_blocks_in_turn(
+    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, op: str, variant: Variant
+) -> None:
+    """The emulated card has one multiprocessor. Parts of as many quads as are in flight, and more; a CTA less busy."""
     emulator = emulators(32)
     blocks = 2 * variant.ctas + 1
-    case = Case(op, 3, (16 if op == "gate_up" else 32) * blocks, 128 * 8 * variant.depth, 32)
+    monkeypatch.setattr(int4_launch, "_FEW_BLOCKS", 128 if variant.max_warps == 16 else 0)
+    case = Case(op, 3, (16 if op == "gate_up" else 32) * blocks, 128 * variant.max_warps * variant.depth, 32)
     found = case.run(override=Override(variant=variant))
     assert emulator.faults == 0
     assert (emulator.reads == 1).all()
@@ -247,18 +206,17 @@ def test_a_cta_takes_several_blocks_in_turn(emulators: Callable[..., Any], op: s
     same_but_for_rounding(found, case.twin())
 
 
-def test_cards_take_other_kernels_and_give_the_same_bits(emulators: Callable[..., Any]) -> None:
-    """Without bulk copies, with them, with little shared memory; rows that fit there and that do not."""
-    for rows, names in ((6, {80: "int4_1_0_128_1_2_0", 90: "int4ring_1_0_128_1_4_1", 120: "int4ring_1_0_128_1_4_1"}),):
-        case = Case("add", rows, 32, 128 * 112, 128)
-        made = {}
-        for arch, name in names.items():
-            emulator = emulators(128, arch)
-            made[arch] = case.run()["rows"]
-            assert emulator.names[-1] == name
-            assert emulator.faults == 0
-        assert made[80].equal(made[90])
-        assert made[80].equal(made[120])
+def test_rows_that_do_not_fit_are_not_staged(emulators: Callable[..., Any]) -> None:
+    """A card of 99 KB: other kernels, the same bits."""
+    case = Case("add", 6, 32, 128 * 80, 128)
+    emulator = emulators(128, 90)
+    staged = case.run()
+    assert emulator.names[-1].split("_")[6] == "1"
+    emulator = emulators(128, 120)
+    direct = case.run()
+    assert emulator.names[-1].split("_")[6] == "0"
+    assert emulator.faults == 0
+    assert staged["rows"].equal(direct["rows"])
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -299,62 +257,38 @@ def test_only_the_product_of_q_k_and_v_settles(emulators: Callable[..., Any]) ->
 
 
 def test_lists_of_kernels_agree() -> None:
-    """int4_launch.py and int4_gemm.cu name the same kernels."""
+    """int4_launch.py and int4_gemm.cu name the same kernels, and the registers of none are promised to more warps."""
     source = (Path(int4_launch.__file__).parent / "int4_gemm.cu").read_text()
-    lines = re.findall(r"INT4\(EPILOGUE, NORM, GROUP, (\d), (\d), (\d), (\d)\)", source)
-    compiled = {Variant(int(tiles), int(depth), staged == "1", int(ctas)) for tiles, depth, staged, ctas in lines}
+    lines = re.findall(r"INT4\(EPILOGUE, NORM, GROUP, (\d), (\d), (\d), (\d+), (\d)\)", source)
+    compiled = {
+        Variant(int(tiles), int(depth), staged == "1", int(threads) // 32, int(ctas))
+        for tiles, depth, staged, threads, ctas in lines
+    }
     assert compiled == set(int4_launch.VARIANTS)
     assert len(lines) == len(compiled)
-    lines = re.findall(r"RING\(EPILOGUE, (\d), GROUP, (\d), (\d), (\d), 2\)", source)
-    rings = {(norm == "1", Ring(Rows(int(rows)), int(tiles), int(quads))) for norm, tiles, quads, rows in lines}
-    clusters = {(norm, int4_launch.RING_CLUSTER) for norm in (False, True)}
-    assert rings | clusters == {(norm, ring) for ring in int4_launch.RINGS for norm in ring.norms}
-    assert f"CLUSTER(EPILOGUE, NORM, GROUP, {int4_launch.RING_CLUSTER.row_tiles})\n#define" in source
     for epilogue in Epilogue:
         assert f"FOR_ALL({int(epilogue)}, {int(int4_launch.has_norm(epilogue))}, SLIPSTREAM_GROUP)" in source
 
 
-@pytest.mark.parametrize("shape", [(128, 128), (4096, 4096), (28672, 4096), (4096, 14336), (32, 28672), (5120, 13824)])
-def test_warps_cover_k_and_shared_memory_suffices(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [(128, 128), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (32, 28672), (5120, 13824)],
+)
+def test_warps_cover_k(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     quads, blocks = shape[1] // 128, -(-shape[0] // 32)
-    parts, per_part = int4_launch.split_k(shape[1])
+    parts, per_part = int4_launch.split_k(*shape)
     assert (parts - 1) * per_part < quads <= parts * per_part
-    assert parts <= int4_launch.MAX_PARTS
     for arch in (80, 90, 120):
         limit = int4_launch.shared_limit(arch)
         monkeypatch.setattr(int4_launch, "capability", lambda arch=arch: arch)
         for rows in (1, 4, 6, 7, 8, 9, 16, 17, 128):
             for epilogue in Epilogue:
-                kernel = int4_launch.choose(epilogue, rows, shape, 32, arch, 132)
-                if isinstance(kernel, Ring):
-                    assert arch >= 90
-                    assert rows <= 8 * kernel.row_tiles
-                    found = int4_launch.layout(kernel, epilogue, rows, shape, 32, int4_launch.CUT, arch, 132)
-                    assert found.slots >= int4_launch.MIN_SLOTS
-                    assert 2 * (found.total + 1024) <= limit + 1024
-                    continue
-                staged, sums = kernel.staged_bytes(rows, shape[1]), kernel.sums_bytes(parts)
-                in_turn = int4_launch.turns(kernel, blocks, quads, per_part, 108, staged + 2 * sums)
+                variant = int4_launch.choose(epilogue, rows, shape[1], parts, limit)
+                assert parts <= variant.max_warps
+                staged, sums = variant.staged_bytes(rows, shape[1]), variant.sums_bytes(parts)
+                in_turn = int4_launch.turns(variant, blocks, quads, per_part, 108, staged + 2 * sums)
                 assert staged + sums * min(2, in_turn) <= limit
-                assert not kernel.staged or rows <= 8 * kernel.row_tiles
-
-
-def test_an_h200_takes_rings_for_the_products_of_a_decoder() -> None:
-    """Of two CTAs on each multiprocessor."""
-    for shape, rows, norm, kernel in (
-        ((28672, 4096), 1, True, int4_launch.RING),
-        ((28672, 4096), 8, True, int4_launch.RING),
-        ((4096, 4096), 8, False, int4_launch.RING_STREAM),
-        ((4096, 14336), 8, False, int4_launch.RING_STREAM),
-        ((4096, 7168), 4, True, int4_launch.RING_STREAM),
-        ((28672, 4096), 16, True, int4_launch.RING_CLUSTER),
-        ((4096, 14336), 16, False, int4_launch.RING_CLUSTER),
-    ):
-        epilogue = Epilogue.GATE_UP if norm else Epilogue.ADD
-        for group in (32, 128):
-            assert int4_launch.choose(epilogue, rows, shape, group, 90, 132) == kernel
-            found = int4_launch.layout(kernel, epilogue, rows, shape, group, int4_launch.CUT, 90, 132)
-            assert found.slots >= (2 if kernel is int4_launch.RING_CLUSTER else 4)
+                assert not variant.staged or rows <= 8 * variant.row_tiles
 
 
 def test_what_is_not_done_is_refused() -> None:
@@ -377,28 +311,15 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize(("op", "variant"), kernels())
+@pytest.mark.parametrize("variant", int4_launch.VARIANTS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group", [32, 128])
-def test_gpu_every_kernel(op: str, group: int, variant: Variant | Ring) -> None:
+def test_gpu_every_kernel(op: str, group: int, variant: Variant) -> None:
     case = Case(op, 8 * variant.row_tiles - 3, 48, 384, group, "cuda")
     found = case.run(override=Override(variant=variant))
     same_but_for_rounding(found, case.twin())
     if op == "store":
         within_the_bound(case, found["y"])
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("op", OPS)
-def test_gpu_cuts(op: str, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(op, 16, 2048, 4096, 32, "cuda")
-    loads = case.run(override=Override(variant=int4_launch.DIRECT_16))
-    monkeypatch.setattr(int4_launch, "CUT", cut)
-    for rows in (1, 8, 16):
-        for name, value in case.run(slice(0, rows)).items():
-            if name != "cache":
-                assert value.equal(loads[name][:rows]), (name, rows)
 
 
 @pytest.mark.gpu
