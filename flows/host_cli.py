@@ -1,5 +1,6 @@
 """`slipstream host ...` and `slipstream doctor`: commands about the host of a deployment."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,6 +39,25 @@ def host_trust(
     from slipstream.flows.host_view import trust
 
     trust(config, overrides or (), fingerprints=fingerprints or (), replace_changed=replace)
+
+
+@host_app.command("provision")
+def host_provision(
+    config: Config,
+    overrides: Overrides = None,
+    wheelhouse: Annotated[
+        Path | None,
+        typer.Option("--wheelhouse", metavar="DIR", help="All wheels that Slipstream needs; no registry is asked."),
+    ] = None,
+    wheel: Annotated[
+        Path | None,
+        typer.Option("--wheel", metavar="FILE", help="Slipstream's wheel; default: built from this checkout"),
+    ] = None,
+) -> None:
+    """Install Slipstream on the deployment's host, in an environment of its own, and verify it by a self-test."""
+    from slipstream.flows.host_view import provision_host
+
+    provision_host(config, overrides or (), wheel=wheel, wheelhouse=wheelhouse)
 
 
 def doctor(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:

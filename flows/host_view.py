@@ -1,14 +1,16 @@
-"""`slipstream host ...`: trust a host's key, with the fingerprint shown to a person first."""
+"""`slipstream host ...`: trust a host's key, shown to a person first; install Slipstream there."""
 
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from slipstream.configs.load import load
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts.known_hosts import RUNBOOK, changed_key, describe, known_keys, trust_key
-from slipstream.tasks.hosts.open_host import ssh_target
+from slipstream.tasks.hosts.open_host import open_host, ssh_target
+from slipstream.tasks.hosts.provision import Environment, build_wheel, provision
 from slipstream.tasks.hosts.ssh_connection import SshTarget, shown_key
 
 
@@ -65,3 +67,35 @@ def _confirm(
     else:
         words, do = f"{name} is not trusted", "ask the host's owner for its fingerprint"
     raise SlipstreamError(words, expected=f"a key to trust, for {target.known_hosts}", do=do, runbook=RUNBOOK)
+
+
+def provision_host(
+    config: Path,
+    overrides: Sequence[str],
+    *,
+    wheel: Path | None,
+    wheelhouse: Path | None,
+    say: Callable[[str], None] = print,
+) -> Environment:
+    """Installs Slipstream on the deployment's host, and says with which Python it runs there.
+
+    Args:
+        config, overrides: the deployment.
+        wheel: Slipstream's own; None: built from this checkout.
+        wheelhouse: folder of all wheels, for a host without a registry.
+        say: told what happens.
+
+    Raises SlipstreamError.
+    """
+    deployment = load(config, overrides).deployment
+    host = open_host(deployment)
+    python = sys.executable if deployment.host.kind == "local" else deployment.host.python
+    try:
+        with TemporaryDirectory() as folder:
+            made = build_wheel(Path(folder)) if wheel is None else wheel
+            found = provision(host, made, python=python, wheelhouse=wheelhouse, say=say)
+    finally:
+        host.close()
+    say(f"{'found' if found.was_there else 'made'} environment {found.key} on {host.name}: {found.python}")
+    say(f"self-test: {found.self_test}")
+    return found

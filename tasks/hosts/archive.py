@@ -21,6 +21,7 @@ MODULES = (
     "slipstream.tasks.hosts.jobs",
     "slipstream.tasks.hosts.keeper",
     "slipstream.tasks.hosts.machine_facts",
+    "slipstream.tasks.hosts.make_environment",
     "slipstream.tasks.lock",
     "slipstream.tasks.manifest",
     "slipstream.tasks.nvml",

@@ -148,6 +148,16 @@ class Host(Protocol):
     def read(self, path: str, offset: int = 0, max_bytes: int = MAX_READ_BYTES) -> bytes:
         """Bytes of a file from an offset; fewer than `max_bytes`, or none, at its present end."""
 
+    @property
+    def archive_path(self) -> str:
+        """The archive that runs there, in full: `PYTHON -I ARCHIVE MODULE` runs a module of it."""
+
+    def file_facts(self, path: str) -> dict[str, Any] | None:
+        """`bytes` and `sha256` of a file; None when there is none."""
+
+    def read_json(self, path: str) -> Any:
+        """What a small JSON file holds; None when there is none."""
+
     def put(self, source: Path, target: str) -> None:
         """Sends a file: under a temporary name, compared by SHA-256, then renamed."""
 

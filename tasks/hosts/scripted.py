@@ -11,7 +11,7 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
-from slipstream.tasks.hosts.archive import MINIMUM_PYTHON
+from slipstream.tasks.hosts.archive import MINIMUM_PYTHON, build_archive
 from slipstream.tasks.hosts.host import (
     MAX_OUTPUT_BYTES,
     MAX_READ_BYTES,
@@ -26,6 +26,7 @@ from slipstream.tasks.nvml import LIBRARY
 
 GRACE_SECONDS = 10.0  # an answer's way back, over the time that the host itself was given
 KILL_SECONDS = 10.0
+HASH_SECONDS = 600.0  # of a large file on a slow disk
 START_SECONDS = 150.0  # the host's own limits on a start, together
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 10.0
 
@@ -119,6 +120,24 @@ class ScriptedHost(ABC):
             ) from error
         return data
 
+    @property
+    def archive_path(self) -> str:
+        return f"{self.hello()['directory']}/{build_archive().path}"
+
+    def file_facts(self, path: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._ask("file_facts", HASH_SECONDS, path=path)
+        return found
+
+    def read_json(self, path: str) -> Any:
+        if self.file_facts(path) is None:
+            return None
+        try:
+            return json.loads(self.read(path))
+        except ValueError as error:
+            raise SlipstreamError(
+                f"{path} on {self.name} is not readable as JSON: {error}", expected="JSON", do=f"delete {path} there"
+            ) from error
+
     def put(self, source: Path, target: str) -> None:
         if not source.is_file():
             raise SlipstreamError(f"there is no file {source}", expected="a file to send", do="correct the path")
@@ -148,7 +167,7 @@ class ScriptedHost(ABC):
             raise
 
     def get(self, source: str, target: Path) -> None:
-        facts = self._ask("file_facts", 600.0, path=source)
+        facts = self.file_facts(source)
         if facts is None:
             raise SlipstreamError(
                 f"there is no file {source} on {self.name}", expected="a file to fetch", do="correct the path"

@@ -1,0 +1,202 @@
+"""Brings Slipstream itself to a host: this wheel, in these versions, in an environment of its own there.
+
+The environment is keyed by all that it is made of: the same one is never made twice, and a changed one never takes
+another's place. It is made by a job on the host, which goes on without us.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import sha256_file
+from slipstream.tasks.hosts.follow import run_job
+from slipstream.tasks.hosts.host import Host, Job
+from slipstream.tasks.hosts.make_environment import ENVIRONMENTS, MODULE, READY
+from slipstream.tasks.manifest import digest, write_json
+
+PACKAGE = "slipstream"
+SELF_TEST = "slipstream.kernels.self_test"
+WHEELS = "wheels"  # below Slipstream's directory on the host, by content
+BUILD_SECONDS = 300.0
+EPOCH = "315532800"  # 1980: the same sources give the same wheel, byte for byte
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment on a host: key, Python, packages, what the self-test said, whether it was there already."""
+
+    key: str
+    python: str
+    packages: tuple[str, ...]
+    self_test: dict[str, Any]
+    was_there: bool
+
+
+def provision(
+    host: Host,
+    wheel: Path,
+    *,
+    python: str,
+    wheelhouse: Path | None = None,
+    constraints: str | None = None,
+    env: dict[str, str] | None = None,
+    self_test: str = SELF_TEST,
+    say: Callable[[str], None] = lambda _: None,
+) -> Environment:
+    """Makes the environment on the host, or finds it.
+
+    Args:
+        host: where.
+        wheel: Slipstream's own.
+        python: there, 3.11 or 3.12.
+        wheelhouse: folder of wheels that holds all that Slipstream needs, for a host without a registry.
+        constraints: name==version lines; None: the versions installed here.
+        env: variables of the job that makes it.
+        self_test: module of the package that shows whether it can compute.
+        say: told the job's output.
+
+    Raises SlipstreamError with the last lines of the output where a step failed.
+    """
+    constraints = installed_versions() if constraints is None else constraints
+    wheels = [] if wheelhouse is None else sorted(wheelhouse.glob("*.whl"))
+    if wheelhouse is not None and not wheels:
+        raise SlipstreamError(
+            f"there is no wheel in {wheelhouse}",
+            expected="the wheels of Slipstream and of all that it needs, for the host's Python",
+            do=f"fill it where a registry is: pip download --dest {wheelhouse} {wheel.name}",
+        )
+    hashes = {path.name: sha256_file(path) for path in (wheel, *wheels)}
+    key = digest([hashes, constraints, python, host.hello()["python"], self_test])[:16]
+    found = _ready(host, key)
+    if found is not None:
+        return Environment(key, **found, was_there=True)
+    base = host.hello()["directory"]
+    place = f"{WHEELS}/{key}"
+    for path in (wheel, *wheels):
+        _send_once(host, path, f"{place}/{path.name}", hashes[path.name], say)
+    spec = {
+        "wheel": f"{base}/{place}/{wheel.name}",
+        "constraints": f"{base}/{ENVIRONMENTS}/{key}.txt",
+        "wheelhouse": f"{base}/{place}" if wheels else "",
+        "self_test": self_test,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "spec", spec)
+        (Path(folder) / "constraints").write_text(constraints)
+        host.put(Path(folder) / "constraints", f"{ENVIRONMENTS}/{key}.txt")
+        host.put(Path(folder) / "spec", f"{ENVIRONMENTS}/{key}.json")
+    command = (python, "-I", host.archive_path, MODULE, f"{base}/{ENVIRONMENTS}/{key}.json")
+    lines: list[str] = []
+
+    def heard(line: str) -> None:
+        lines.append(line)
+        say(line)
+
+    job = Job(f"provision-{key}", command, env=env or {})
+    ended = run_job(host, job, heard, again=True)
+    made = _ready(host, key)
+    if ended.exit_code != 0 or made is None:
+        raise SlipstreamError(
+            f"no environment on {host.name} (job {ended.state}, exit code {ended.exit_code}); its last lines:\n"
+            + "\n".join(lines[-15:]),
+            expected="an environment that passes its self-test",
+            do=f"correct what the last line names and give the same command again; the log is {ended.log}",
+            runbook="first-deployment.md",
+        )
+    return Environment(key, **made, was_there=False)
+
+
+def build_wheel(folder: Path) -> Path:
+    """Builds Slipstream's wheel from the checkout that this runs from. Raises SlipstreamError where there is none."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "pyproject.toml").is_file():
+        raise SlipstreamError(
+            "Slipstream runs from an installed wheel: there are no sources to build one from",
+            expected="a checkout, or the wheel itself",
+            do="give the wheel that was installed here: --wheel FILE",
+        )
+    sources = folder / "sources"  # a copy: a build leaves files behind, which would get into the next wheel
+    _copy_sources(root, sources)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [*command, "--wheel-dir", str(folder), str(sources)],
+        capture_output=True,
+        text=True,
+        timeout=BUILD_SECONDS,
+        cwd=folder,
+        env={**os.environ, "SOURCE_DATE_EPOCH": EPOCH},
+    )
+    found = sorted(folder.glob(f"{PACKAGE}-*.whl"))
+    if done.returncode != 0 or not found:
+        raise SlipstreamError(
+            f"the wheel cannot be built: {done.stderr.strip()[-1000:]}",
+            expected="a wheel of the checkout",
+            do="build it where a registry is (`pip wheel --no-deps .`) and give it: --wheel FILE",
+        )
+    return found[0]
+
+
+def _copy_sources(root: Path, target: Path) -> None:
+    """What the wheel is made of: pyproject.toml, the files that it names, and the rooms."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    target.mkdir()
+    for name in ("pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]):
+        shutil.copyfile(root / name, target / name)
+    for room in project["tool"]["setuptools"]["package-dir"].values():
+        shutil.copytree(root / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def installed_versions(package: str = PACKAGE) -> str:
+    """name==version of everything that a package needs, as installed here, one a line.
+
+    Local labels (+cpu) are left out: the host's build of that version may be another.
+    """
+    needed: dict[str, str] = {}
+    waiting = list(_needs(package))
+    while waiting:
+        name = waiting.pop()
+        if name in needed:
+            continue
+        try:
+            needed[name] = distribution(name).version.partition("+")[0]
+        except PackageNotFoundError:
+            continue  # of another platform, or optional
+        waiting += _needs(name)
+    return "".join(f"{name}=={version}\n" for name, version in sorted(needed.items()))
+
+
+def _needs(name: str) -> Iterator[str]:
+    """What an installed package needs without any extra."""
+    try:
+        requires = distribution(name).requires or []
+    except PackageNotFoundError:
+        return
+    for text in requires:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield canonicalize_name(requirement.name)
+
+
+def _ready(host: Host, key: str) -> dict[str, Any] | None:
+    """What the host's ready.json says; None when there is none."""
+    found = host.read_json(f"{ENVIRONMENTS}/{key}/{READY}")
+    return None if found is None else {**found, "packages": tuple(found["packages"])}
+
+
+def _send_once(host: Host, path: Path, target: str, sha256: str, say: Callable[[str], None]) -> None:
+    facts = host.file_facts(target)
+    if facts is None or facts["sha256"] != sha256:
+        say(f"sending {path.name} ({path.stat().st_size / 1e6:.1f} MB)")
+        host.put(path, target)
