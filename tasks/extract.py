@@ -72,7 +72,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     report = check_teacher(target, read_sample(store, device), target.logits, skip=skip)
     context.say(
         f"{len(store)} conversations, {store.num_tokens():,} tokens, {store.bytes_per_token():,.0f} bytes a token; "
-        f"teacher: logits within {report.relative_error:.2%} of the engine's own at {report.positions} positions"
+        f"{report.describe()}"
     )
     if len(usable) < len(records):
         context.warn(f"{len(records) - len(usable)} conversations left out: their answers are shorter than two tokens")

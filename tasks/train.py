@@ -98,7 +98,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     inputs = read_inputs(context, model_dir, model, settings.torch_device, skip)
     sample = check_masks(context, model_dir, inputs, skip)
     report = check_training_teacher(config, model_dir, inputs, skip)
-    context.say(f"teacher: logits within {report.relative_error:.2%} of the engine's own, {report.positions} positions")
+    context.say(report.describe())
 
     network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype).to(inputs.device)
     init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed, inputs.source("train"))

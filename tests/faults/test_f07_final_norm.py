@@ -1,5 +1,6 @@
 """F7: the final norm missing, or applied twice, on the teacher's state. Caught before training, by logits."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -14,7 +15,7 @@ from slipstream.engine.training.loss import ttt_loss
 from slipstream.engine.training.teacher import Teacher
 
 CAUGHT = [
-    ("F7", "training", "the teacher's most likely tokens differ"),
+    ("F7", "training", "the stored teacher, or the logits made of it, are not the target's"),
 ]
 
 SLOTS = (1, 2, 4)
@@ -46,18 +47,47 @@ def test_the_right_teacher_passes_with_equal_bits(target, tiny, sample):
     teacher = teacher_of(target, tiny.tiny_draft(target))
     for logits_of in (teacher.logits, target.logits):
         report = check_teacher(target, sample, logits_of)
-        assert report.relative_error == 0.0
+        assert report.logits_error == report.state_error == 0.0
         assert report.argmax_differences == 0
         assert report.positions == sum(len(c.token_ids) - 8 for c in sample)
+
+
+@pytest.fixture(scope="module")
+def rounded_otherwise(target, sample, tiny, tmp_path_factory):
+    """(sample whose states were computed in fp32 and stored in bf16, logits_of in fp32): nothing of it is wrong."""
+    exact = copy.deepcopy(target).float()
+    stored = []
+    for states in sample:
+        _, last = capture_states(exact, states.token_ids.tolist(), ())
+        stored.append(dataclasses.replace(states, teacher=last[states.teacher_start :].to(states.teacher.dtype)))
+    return stored, lambda states: exact.logits(states.float()).to(states.dtype)
+
+
+def test_another_order_of_rounding_passes(target, rounded_otherwise):
+    """Extracted by other kernels than those that train: on a card, two right computations of 30 layers, 2 % apart."""
+    sample, logits_of = rounded_otherwise
+    report = check_teacher(target, sample, logits_of)
+    if target.embed_tokens.weight.dtype == torch.bfloat16:
+        assert report.state_error > 1e-3  # another order it was
+        assert report.logits_error > 0
+
+
+def test_faults_are_seen_beside_another_order_of_rounding(target, rounded_otherwise):
+    sample, logits_of = rounded_otherwise
+    normed = [dataclasses.replace(c, teacher=target.final_norm(c.teacher)) for c in sample]
+    expect_f7("the store holds slot N after it", target, normed, logits_of)
+    head = target.head_weight
+    expect_f7("the final norm is missing", target, sample, lambda states: states @ head.T)
+    expect_f7("the final norm is applied twice", target, sample, lambda s: logits_of(target.final_norm(s)))
 
 
 def expect_f7(words, target, sample, logits_of):
     with pytest.raises(SlipstreamError, match=words) as caught:
         check_teacher(target, sample, logits_of)
     assert caught.value.fault == "F7"
-    assert "most likely tokens differ" in caught.value.found
     report = check_teacher(target, sample, logits_of, skip={"F7"})  # unnoticed
-    assert report.relative_error > 0.1
+    assert max(report.logits_error, report.state_error) > 0.1
+    return report
 
 
 def test_norm_missing_where_logits_are_made(target, sample):
@@ -77,7 +107,19 @@ def test_norm_twice_because_the_store_holds_the_normed_state(target, sample):
 def test_another_slot_stored_as_the_teacher(target, sample):
     """The incident's suspicion: the last stored feature taken for the teacher."""
     broken = [dataclasses.replace(c, teacher=c.slots["slot_2"][c.teacher_start :]) for c in sample]
-    expect_f7("the stored teacher is nearest to slot_2, not to slot_4", target, broken, target.logits)
+    report = expect_f7("the stored teacher is slot_2, not slot_4", target, broken, target.logits)
+    assert report.logits_error == 0.0  # of the state that is there they are right
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_other_weights(target, sample, share):
+    """The same tokenizer, norm and head; every product of the layers a little off."""
+    generator = torch.Generator().manual_seed(0)
+    other = copy.deepcopy(target)
+    for weight in other.layers.parameters():
+        if weight.dim() == 2:
+            weight.data.mul_(1 + share * torch.randn(weight.shape, generator=generator).to(weight.dtype))
+    expect_f7("none of the engine's states, the nearest is slot_.: other weights", other, sample, target.logits)
 
 
 def test_another_head(target, sample):

@@ -67,8 +67,9 @@ def test_figures_and_words(finished):
     assert figures["teacher"] == {
         "conversations": 4,
         "positions": figures["teacher"]["positions"],
-        "relative_error": 0.0,
+        "logits_error": 0.0,
         "argmax_differences": 0,
+        "state_error": 0.0,
     }
     assert listeners["extract"].progressed[-1] == (store.num_tokens(), store.num_tokens())
     assert any("bytes a token" in text for text in listeners["extract"].said)

@@ -83,7 +83,7 @@ def test_counts_and_a_coloured_sample_are_shown(finished):
     assert any(f"{expected:,} of" in text for text in said)
     assert "[bold green]" in figures["sample"]
     assert figures["sample"] in said
-    assert figures["teacher"]["relative_error"] < 1e-6
+    assert figures["teacher"]["logits_error"] < 1e-6
     assert any("K = 3: replayed accept length" in text for text in said)
 
 
@@ -163,7 +163,7 @@ def test_extract_and_train_on_a_gpu(pipeline, chats, tiny, tmp_path):
         made = pipeline.make_pipeline(tmp_path / device, chats, tiny, **chosen)
         stored = run_stage(extract.STAGE, made.deployment, made.workdir)
         result = run_stage(train.STAGE, made.deployment, made.workdir)
-        assert result.figures["teacher"]["relative_error"] < 1e-3
+        assert result.figures["teacher"]["logits_error"] < 1e-3
         results[device] = (HiddenStateStore(stored.dir / "store"), evaluation_of(result), result.figures)
     (cpu, on_cpu, cpu_figures), (gpu, on_gpu, gpu_figures) = results["cpu"], results["cuda"]
     for mine, other in zip(gpu, cpu, strict=True):
