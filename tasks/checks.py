@@ -51,11 +51,11 @@ def refuse_other_engine(deployment: "Deployment", what: str) -> None:
 
 
 def refuse_far_host(deployment: "Deployment", what: str) -> None:
-    """Raises SlipstreamError where `what` would run on a far host, to which the stages do not go yet."""
+    """Raises SlipstreamError where `what` would run on a far host, to which only single stages go yet."""
     host = deployment.host
     if host.kind != "local":
         raise SlipstreamError(
-            f"host.kind = {host.kind}: {what} would run on {host.address}; stages run on this machine only",
+            f"host.kind = {host.kind}: {what} does not go to {host.address} yet",
             expected="host.kind: local",
-            do=f"run it there: install Slipstream on {host.address}, add --set host.kind=local --set host.address=null",
+            do="`slipstream stage NAME CONFIG` runs each stage there, in the order of `slipstream plan CONFIG`",
         )

@@ -37,7 +37,21 @@ def disk_needed(facts: Facts) -> int:
     return sum(cost.disk_bytes for stage, cost in costs(facts).items() if stage in facts.remade)
 
 
+def _far_host(facts: Facts) -> Iterator[Finding]:
+    host = facts.deployment.host
+    if host.kind != "local":
+        yield Finding(
+            "host",
+            f"{facts.say('host.address')}: what is done, the disk and the memory there were not looked at",
+            "a plan of the machine on which the stages run",
+            ("run `slipstream doctor CONFIG`, which looks there",),
+            severity="warning",
+        )
+
+
 def _disk(facts: Facts) -> Iterator[Finding]:
+    if facts.deployment.host.kind != "local":
+        return
     place, needed = existing_parent(facts.workdir), disk_needed(facts)
     free = shutil.disk_usage(place).free
     if needed > free:
@@ -50,6 +64,8 @@ def _disk(facts: Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
+    if facts.deployment.host.kind != "local":
+        return
     needed = {stage: cost.memory_bytes for stage, cost in costs(facts).items() if stage in facts.remade}
     if not needed:
         return
@@ -69,7 +85,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
 def _port(facts: Facts) -> Iterator[Finding]:
     server = facts.deployment.server
-    if server.port == 0:
+    if server.port == 0 or facts.deployment.host.kind != "local":
         return
     try:
         if port_is_free(server.host, server.port):
@@ -130,6 +146,8 @@ def _prompts(facts: Facts) -> Iterator[Finding]:
 
 
 def _target_there(facts: Facts) -> Iterator[Finding]:
+    if facts.deployment.host.kind != "local" and facts.deployment.target.kind == "local":
+        return  # a path on that host
     if facts.target_problem:
         yield Finding(
             "target",
@@ -140,6 +158,7 @@ def _target_there(facts: Facts) -> Iterator[Finding]:
 
 
 MACHINE: tuple[Check, ...] = (
+    Check("host", "the machine that was looked at is the one that is used", _far_host),
     Check("target", "the target is there and its kind is known", _target_there),
     Check("prompts", "the prompts are there and readable", _prompts),
     Check("disk", "the disk holds what the run writes", _disk),

@@ -28,6 +28,7 @@ from slipstream.tasks.manifest import digest, write_json
 
 PACKAGE = "slipstream"
 SELF_TEST = "slipstream.kernels.self_test"
+CURRENT = f"{ENVIRONMENTS}/current.json"  # names the environment that was asked for last
 WHEELS = "wheels"  # below Slipstream's directory on the host, by content
 BUILD_SECONDS = 300.0
 EPOCH = "315532800"  # 1980: the same sources give the same wheel, byte for byte
@@ -81,6 +82,7 @@ def provision(
     key = digest([hashes, constraints, python, host.hello()["python"], self_test])[:16]
     found = _ready(host, key)
     if found is not None:
+        _note_current(host, key, found)
         return Environment(key, **found, was_there=True)
     base = host.hello()["directory"]
     place = f"{WHEELS}/{key}"
@@ -115,6 +117,7 @@ def provision(
             do=f"correct what the last line names and give the same command again; the log is {ended.log}",
             runbook="first-deployment.md",
         )
+    _note_current(host, key, made)
     return Environment(key, **made, was_there=False)
 
 
@@ -193,6 +196,13 @@ def _ready(host: Host, key: str) -> dict[str, Any] | None:
     """What the host's ready.json says; None when there is none."""
     found = host.read_json(f"{ENVIRONMENTS}/{key}/{READY}")
     return None if found is None else {**found, "packages": tuple(found["packages"])}
+
+
+def _note_current(host: Host, key: str, ready: dict[str, Any]) -> None:
+    """Stages run in this environment from now on."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / "current", {"key": key, "python": ready["python"]})
+        host.put(Path(folder) / "current", CURRENT)
 
 
 def _send_once(host: Host, path: Path, target: str, sha256: str, say: Callable[[str], None]) -> None:

@@ -259,6 +259,24 @@ def test_memory_that_is_too_small(tmp_path: Path, left_over: ModuleType, monkeyp
     assert world.plan(stages=(needed("launch"),), skip=("memory",)).errors == ()
 
 
+def test_a_far_host_is_not_judged_by_this_machine(
+    tmp_path: Path, left_over: ModuleType, monkeypatch: pytest.MonkeyPatch, taken_port: int
+) -> None:
+    far = {
+        "host": {"kind": "ssh", "address": "gpu1"},
+        "server": {"port": taken_port},
+        "target": {"source": "/models/there"},
+    }
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(checks_machine.shutil, "disk_usage", lambda path: usage)
+    world = left_over.World(tmp_path, far)
+    plan = world.plan(stages=(needed("extract"),))
+    assert [(f.check, f.severity) for f in plan.findings] == [("host", "warning")]
+    assert "gpu1" in plan.findings[0].found
+    assert "slipstream doctor" in plan.findings[0].ways[0]
+    assert world.plan(stages=(needed("extract"),), skip=("host",)).findings == ()
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:
@@ -318,6 +336,7 @@ def test_ids_are_unique_and_every_check_has_words() -> None:
 def test_every_check_is_exercised_by_a_test() -> None:
     """A check without a test could have stopped to find anything."""
     tested = {case[0] for case in CASES} | {
+        "host",
         "disk",
         "memory",
         "port",
