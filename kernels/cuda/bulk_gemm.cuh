@@ -67,15 +67,16 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     float* const all_sums = shared + (BARRIER_BYTES + p.slots * slot_bytes) / 4;
     const int chunks = p.K / 32, units = p.tiles / TM;
 
-    if (warp == warps) {
-        if (lane == 0) {
-            for (int i = 0; i < p.slots; ++i) {
-                barrier_init(full + 8 * i, 1);
-                barrier_init(empty + 8 * i, warps);
-            }
-            barrier_init_fence();
+    if (warp == warps && lane == 0) {
+        for (int i = 0; i < p.slots; ++i) {
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, warps);
         }
-        __syncthreads();
+        barrier_init_fence();
+    }
+    __syncthreads();  // the barriers are there; before roles part: CUDA wants one __syncthreads that all threads reach
+
+    if (warp == warps) {
         if (lane == 0) {
             const uint64_t policy = weight_policy(p.evict_first != 0);
             const int of_unit = (chunks + STEP * warps - 1) / (STEP * warps);
@@ -118,7 +119,6 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     const int g = lane / 4, t = lane % 4, threads = 32 * warps;
     const int most = p.chunks_per_part, count = most - ((most - 1) * warps + warp < chunks ? 0 : 1);
     const int k0 = 32 * warp + 8 * t, k_step = 32 * warps;
-    __syncthreads();  // the barriers are there
     uint4* const all_scales = reinterpret_cast<uint4*>(all_sums);  // RESIDENT: the norm's weight, before there are sums
     if (NORM && RESIDENT) {
         for (int i = threadIdx.x; i < p.K / 8; i += threads) all_scales[i] = load_activation(p.norm_weight + 8 * i);
