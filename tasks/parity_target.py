@@ -14,6 +14,7 @@ from slipstream.engine.trace import RequestTrace
 
 BF16_ULPS_OF_A_TIE = 2
 MIN_POSITIONS = 2
+STANDARD_ERRORS = 2.0  # of a count of positions
 # Of a slot's own size. Where all other states are far larger, as beside the embedding, no share of theirs is a bound.
 MAX_SLOT_ERROR = 0.25
 _BF16_STEPS = 2.0**-7  # spacing of bf16 numbers in [1, 2)
@@ -125,6 +126,7 @@ class LogitFindings:
         ties: positions where it scores both the same: bf16 logits are coarse, and either token is its argmax.
         reference_differ: positions where transformers scores the argmax of transformers in fp32 below its own:
             how far rounding alone takes an argmax.
+        own_differ: positions where we do.
         beyond_tie: those of them with a gap of more than two bf16 ulps of the top logit, also in fp32.
         largest_gap_ulps: the largest such gap.
         error_sum, reference_error_sum: sums of the root mean square error against fp32, ours and transformers' in bf16.
@@ -136,6 +138,7 @@ class LogitFindings:
     differ: int = 0
     ties: int = 0
     reference_differ: int = 0
+    own_differ: int = 0
     beyond_tie: int = 0
     largest_gap_ulps: float = 0.0
     error_sum: float = 0.0
@@ -151,12 +154,33 @@ class LogitFindings:
     def reference_share(self) -> float:
         return self.reference_differ / max(self.positions, 1)
 
-    def allowed_share(self, max_share: float) -> float:
-        """No engine in bf16 is nearer to another than bf16 is to fp32: that share is allowed where it is larger.
+    @property
+    def own_share(self) -> float:
+        return self.own_differ / max(self.positions, 1)
 
-        So are a few positions of a short run; that they are ties is counted apart.
+    @property
+    def rounding_share(self) -> float:
+        """Share at which two right computations differ that round independently, each as far from fp32 as transformers.
+
+        An argmax changes where rounding exceeds the gap to the next token. The difference of two roundings is sqrt(2)
+        times as large as one, so it changes sqrt(2) times as often (small gaps are evenly spread). Two standard errors
+        of such a count are added.
         """
-        return max(max_share, self.reference_share, MIN_POSITIONS / max(self.positions, 1))
+        expected = 2**0.5 * self.reference_differ
+        return (expected + STANDARD_ERRORS * expected**0.5) / max(self.positions, 1)
+
+    def allowed_share(self, max_share: float) -> float:
+        """Of positions where we differ from transformers in bf16: what rounding alone may do, where that is more.
+
+        So are a few positions of a short run; that each is a tie, and that we are as near to fp32, is counted apart.
+        """
+        return max(max_share, self.rounding_share, MIN_POSITIONS / max(self.positions, 1))
+
+    @property
+    def allowed_own_share(self) -> float:
+        """Of positions where we differ from fp32: as transformers in bf16, and two standard errors of the difference."""
+        error = (self.reference_differ + self.own_differ) ** 0.5
+        return max(self.reference_differ + STANDARD_ERRORS * error, MIN_POSITIONS) / max(self.positions, 1)
 
     @property
     def error_ratio(self) -> float:
@@ -181,6 +205,8 @@ class LogitFindings:
         self.differ += int(differ.sum())
         self.ties += int(((ours != theirs.argmax(-1)) & ~differ).sum())
         self.reference_differ += int((fp32_gap > 0).sum())
+        own_gap = logits.max(-1).values - logits.gather(1, exact.indices[:, None])[:, 0]
+        self.own_differ += int((own_gap > 0).sum())
         self.beyond_tie += int((differ & (gap_ulps > BF16_ULPS_OF_A_TIE)).sum())
         self.largest_gap_ulps = max(self.largest_gap_ulps, float(gap_ulps[differ].max()) if differ.any() else 0.0)
         self.error_sum += (logits - reference.logits).square().mean(-1).sqrt().sum().item()
@@ -193,8 +219,8 @@ class LogitFindings:
     def describe(self) -> str:
         return (
             f"argmax differs from transformers (same dtype) at {self.differ} of {self.positions} positions "
-            f"({self.share:.2%}; {self.ties} exact ties aside; transformers itself, bf16 against fp32: "
-            f"{self.reference_share:.2%}), largest gap {self.largest_gap_ulps:.1f} bf16 ulps; error against fp32 "
+            f"({self.share:.2%}; {self.ties} exact ties aside; against transformers in fp32: ours {self.own_share:.2%}, "
+            f"its own bf16 {self.reference_share:.2%}), largest gap {self.largest_gap_ulps:.1f} bf16 ulps; error against fp32 "
             f"{self.error_ratio:.2f} x that of transformers in bf16; greedy tokens that are not the argmax: "
             f"{self.tokens_differ}"
         )
