@@ -104,8 +104,8 @@ class Gates(Section):
     max_argmax_difference: Fraction = Field(
         default=0.005,
         description=(
-            "Largest share of positions whose argmax differs from that of transformers (parity); where transformers in "
-            "bf16 differs from itself in fp32 more often, that share counts."
+            "Largest share of positions whose argmax differs from that of transformers (parity). Where two right "
+            "computations, each as far from fp32 as transformers in bf16, would differ more often, that share counts."
         ),
     )
     max_slot_error: PositiveFloat = Field(

@@ -178,7 +178,7 @@ class LogitFindings:
 
     @property
     def allowed_own_share(self) -> float:
-        """Of positions where we differ from fp32: as transformers in bf16, and two standard errors of the difference."""
+        """Of positions where we differ from fp32: as transformers in bf16, two standard errors aside."""
         error = (self.reference_differ + self.own_differ) ** 0.5
         return max(self.reference_differ + STANDARD_ERRORS * error, MIN_POSITIONS) / max(self.positions, 1)
 
@@ -219,8 +219,9 @@ class LogitFindings:
     def describe(self) -> str:
         return (
             f"argmax differs from transformers (same dtype) at {self.differ} of {self.positions} positions "
-            f"({self.share:.2%}; {self.ties} exact ties aside; against transformers in fp32: ours {self.own_share:.2%}, "
-            f"its own bf16 {self.reference_share:.2%}), largest gap {self.largest_gap_ulps:.1f} bf16 ulps; error against fp32 "
-            f"{self.error_ratio:.2f} x that of transformers in bf16; greedy tokens that are not the argmax: "
+            f"({self.share:.2%}; {self.ties} exact ties aside; from transformers in fp32: ours {self.own_share:.2%}, "
+            f"its own bf16 {self.reference_share:.2%}), largest gap {self.largest_gap_ulps:.1f} bf16 ulps; error "
+            f"against fp32 {self.error_ratio:.2f} x that of transformers in bf16; greedy tokens that are not the "
+            "argmax: "
             f"{self.tokens_differ}"
         )

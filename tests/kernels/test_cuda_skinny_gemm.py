@@ -364,9 +364,12 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 @GPU
 @pytest.mark.parametrize(("op", "norm", "variant"), EVERY_KERNEL)
 def test_gpu_every_kernel(op: str, norm: bool, variant: Variant) -> None:
-    case = Case(op, 8 * variant.row_tiles - 3, EVERY_N, EVERY_K, "cuda", norm=norm, sums=True)
+    rows = 8 * variant.row_tiles - 3
+    case = Case(op, rows, EVERY_N, EVERY_K, "cuda", norm=norm, sums=True)
     found = case.run(KERNEL, override=Override(variant=variant, parts=8))
-    same_but_for_rounding(found, case.run(TWIN))
+    # The twin on the CPU: the sanitizer does not see what a library's product writes by a bulk copy.
+    twin = Case(op, rows, EVERY_N, EVERY_K, norm=norm, sums=True).run(TWIN)
+    same_but_for_rounding(found, {name: value.cuda() for name, value in twin.items()})
     sums_are_of_what_was_written(found)
 
 

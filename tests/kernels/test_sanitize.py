@@ -1,0 +1,67 @@
+"""What the sanitizer wrote is read rightly: what counts, what is another library's, and that nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+
+FOREIGN = """========= Error: Race reported between Read access at nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT+0xb00
+=========     and Write access at nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT+0x2820 [8 hazards]
+=========
+"""
+RING = """========= Error: Race reported between Write access at bulk_0_0_1_2_1_4+0x{:x}
+=========     and Read access at bulk_0_0_1_2_1_4+0x800 [7440 hazards]
+=========     and Read access at bulk_0_0_1_2_1_4+0x830 [7440 hazards]
+=========
+"""
+BARRIER = """========= Barrier error detected. Divergent thread(s) in block.
+=========     at bulk_0_0_1_1_1_16+0x3c00
+=========     by thread (256,0,0) in block (2,0,0)
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========
+"""
+COPY, STORE = 0x42F0, 0x4410
+
+
+@pytest.fixture(scope="module")
+def sanitize(load_test_module):
+    return load_test_module(Path(__file__).parent / "sanitize.py")
+
+
+def instruction(kernel: str, address: int) -> str:
+    return {COPY: "UBLKCP.S.G [UR10], [UR8], UR6, desc[UR4] ", STORE: "STS.128 [R2], R4 "}.get(address, "")
+
+
+def race(count: int) -> str:
+    return f"========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
+
+
+def test_only_races_of_ours_that_no_mbarrier_orders_are_counted(sanitize):
+    words = FOREIGN * 3 + RING.format(COPY) * 2 + RING.format(STORE) + race(6)
+    found = sanitize.errors_of("racecheck", words, instruction)
+    assert found.counted == 1
+    assert found.aside[sanitize.IN_LIBRARIES].total() == 3
+    assert dict(found.aside[sanitize.OF_BULK_COPIES]) == {"bulk_0_0_1_2_1_4": 2}
+    assert len(found.describe()) == 2
+    assert "3 in other libraries' kernels: nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT 3" in found.describe()[0]
+
+
+def test_a_kernel_that_is_not_known_is_ours(sanitize):
+    assert sanitize.errors_of("racecheck", RING.format(COPY) + race(1), lambda *_: "").counted == 1
+    mixed = FOREIGN.replace("Write access at nvjet_sm90_tst_64x8", "Write access at bulk_0", 1)
+    assert sanitize.errors_of("racecheck", mixed + race(1), instruction).counted == 1
+
+
+def test_errors_that_were_not_printed_are_counted(sanitize):
+    assert sanitize.errors_of("racecheck", FOREIGN * 2 + race(112), instruction).counted == 110
+    more = "========= ERROR SUMMARY: 160 errors\n========= ERROR SUMMARY: 140 errors were not printed. Use ..\n"
+    assert sanitize.errors_of("synccheck", BARRIER * 20 + more, instruction).counted == 160
+    reader = "=========     at void at::native::copy()+0x830\n"  # whose memory it was, nobody says
+    assert sanitize.errors_of("initcheck", reader + more, instruction).counted == 160
+
+
+def test_no_errors_and_no_summary(sanitize):
+    none = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+    assert sanitize.errors_of("memcheck", none, instruction).counted == 0
+    assert sanitize.errors_of("synccheck", none, instruction).counted == 0
+    assert sanitize.errors_of("racecheck", race(0), instruction).counted == 0
+    assert sanitize.errors_of("memcheck", "========= COMPUTE-SANITIZER\n", instruction) is None
