@@ -67,6 +67,8 @@ def join(pieces: Path, draft: Path, target: Path) -> None:
 
 def adopt(draft: Path, into: Path, target: Path) -> None:
     """Copies a draft directory, with the identity of the target of directory `target` in its record."""
+    if not (draft / WEIGHTS).is_file():
+        sys.exit(f"no draft in {draft}: {WEIGHTS} is not there; carry it over, or train one")
     into.mkdir(parents=True, exist_ok=True)
     for name in (WEIGHTS, *(path.name for path in draft.glob("*.json"))):
         shutil.copyfile(draft / name, into / name)

@@ -46,6 +46,13 @@ def test_a_draft_is_adopted_by_the_target_at_hand(pieces, tiny_models, tmp_path)
     assert own["identity"] == json.loads((tiny_models.draft / "slipstream.json").read_text())["identity"]
 
 
+def test_a_draft_that_is_not_there_is_named(pieces, tiny_models, tmp_path):
+    arguments = ["adopt", str(tmp_path / "none"), str(tmp_path / "own"), "--target", str(tiny_models.target)]
+    with pytest.raises(SystemExit, match="no draft in "):
+        pieces.main(arguments)
+    assert not (tmp_path / "own").exists()
+
+
 def test_wiring_is_counted(wiring, tiny_models, capsys):
     arguments = ["--target", str(tiny_models.target), "--draft", str(tiny_models.draft), "--tokens", "10"]
     assert wiring.main([*arguments, "--num-steps", "2", "--device", "cpu"]) == 0
