@@ -18,6 +18,7 @@ import torch
 
 from slipstream.engine.capture import slot_name
 from slipstream.engine.chat import ChatTokenizer
+from slipstream.engine.device import resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.injection import Injection
@@ -39,7 +40,7 @@ from slipstream.tasks.parity_findings import (
     examine,
     no_progress,
 )
-from slipstream.tasks.parity_target import TargetReference
+from slipstream.tasks.parity_target import TargetReference, reference_device
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, plan_server, running_server
 from slipstream.tasks.stage import Stage, StageContext
@@ -177,11 +178,13 @@ def compare_served(context: StageContext, injections: tuple[str, ...] = ()) -> P
         plain = None
         if config.server.tensor_parallel_size > 1:  # ranks round otherwise than one process: only they can say
             plain = [t.target_argmax for t in fetch_traces(server, without_drafts(prompts, traces), concurrency=1)]
+    device, told = reference_device(model_dir, resolve_device(config.server.device))
+    context.say(told)
     return examine(
         prompts,
         traces,
         target,
-        TargetReference(model_dir),
+        TargetReference(model_dir, device),
         networks,
         slots,
         num_steps,

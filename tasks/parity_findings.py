@@ -288,7 +288,7 @@ def examine(
     drafted: list[tuple[RequestTrace, torch.Tensor]] = []
     for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
         if number < TARGET_CONVERSATIONS:
-            expected = reference.run(trace.token_ids[:-1])
+            expected = reference.run(trace.token_ids[:-1]).cpu()  # to where traces and target are
             logits.add(trace, len(prompt.token_ids), target, expected)
             for slot, state in trace_slots(trace, slots, num_layers).items():
                 captured.setdefault(slot, []).append(state)

@@ -17,6 +17,8 @@ MIN_POSITIONS = 2
 STANDARD_ERRORS = 2.0  # of a count of positions
 # Of a slot's own size. Where all other states are far larger, as beside the embedding, no share of theirs is a bound.
 MAX_SLOT_ERROR = 0.25
+_COPIES = 3  # fp32 and bf16, of bf16 on disk
+_ROOM_BYTES = 4 << 30  # states and logits of a long prompt, the libraries' own
 _BF16_STEPS = 2.0**-7  # spacing of bf16 numbers in [1, 2)
 
 
@@ -31,6 +33,9 @@ class Reference:
     states: list[torch.Tensor]
     logits: torch.Tensor
     logits_bf16: torch.Tensor
+
+    def cpu(self) -> "Reference":
+        return Reference([state.cpu() for state in self.states], self.logits.cpu(), self.logits_bf16.cpu())
 
 
 class TargetReference:
@@ -59,6 +64,26 @@ class TargetReference:
         out = self._fp32(ids, output_hidden_states=True)
         states = [state[0] for state in out.hidden_states[:-1]] + [self._last[-1][0]]  # [1, n, h] -> [n, h]
         return Reference(states, out.logits[0].float(), self._bf16(ids).logits[0].float())
+
+
+def reference_device(model_dir: Path, device: str) -> tuple[str, str]:
+    """(where transformers is to run, a sentence about it): on the target's device if both its copies fit there.
+
+    Args:
+        model_dir: Hugging Face directory.
+        device: "cpu" or "cuda", the target's.
+    """
+    if device == "cpu":
+        return "cpu", "transformers runs on the CPU"
+    stored = sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))  # 2 bytes a parameter, or 4
+    need, (free, _) = _COPIES * stored + _ROOM_BYTES, torch.cuda.mem_get_info()
+    fits = need <= free
+    where = device if fits else "cpu"
+    short = "" if fits else ", so it runs on the CPU, slowly"
+    return (
+        where,
+        f"transformers in fp32 and bf16 needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free on {device}{short}",
+    )
 
 
 @dataclass(frozen=True)

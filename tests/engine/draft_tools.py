@@ -81,6 +81,29 @@ def make_conversations() -> list[Conversation]:
     ]
 
 
+def toy_conversations(count: int, length: int = 14, dtype: torch.dtype = torch.float32) -> list[Conversation]:
+    """Greedy conversations of a target whose last state depends on the last token alone: the draft can learn it all.
+
+    Args:
+        count: how many.
+        length: tokens of each.
+        dtype: of the states.
+    """
+    table = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(11))
+    following = make_teacher(make_network()).argmax(table)  # [V]
+    out = []
+    for index in range(count):
+        ids = [index % VOCAB]
+        while len(ids) < length:
+            ids.append(int(following[ids[-1]]) if len(ids) % 5 else (7 * len(ids) + index) % VOCAB)
+        token_ids = torch.tensor(ids)
+        states = table[token_ids].to(dtype)
+        out.append(
+            Conversation(token_ids, torch.arange(length) >= 3, torch.cat([states] * len(SLOTS), -1), states[2:], 2)
+        )
+    return out
+
+
 def hf_tensors(network: Eagle3Network, *, gradients: bool = False) -> dict[str, torch.Tensor]:
     """Parameters (or their gradients) under the Hugging Face EAGLE-3 names; frozen ones have no gradient."""
     out = {}

@@ -11,7 +11,7 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.tasks.parity_findings import ParityPrompt, examine
-from slipstream.tasks.parity_target import SlotFinding, TargetReference
+from slipstream.tasks.parity_target import SlotFinding, TargetReference, reference_device
 
 SLOTS = (1, 2, 3)
 K = 3
@@ -23,6 +23,7 @@ class World:
     """A served draft, its traces, and everything that parity holds against them."""
 
     def __init__(self, tiny, directory):
+        self.directory = directory
         self.target = tiny.tiny_target(directory)
         self.draft = tiny.tiny_draft(self.target, slots=SLOTS)
         self.reference = TargetReference(directory)
@@ -62,6 +63,18 @@ def test_every_step_of_every_implementation_was_compared(world):
     assert found.acceptance["validation"].rounds > 20
     assert found.acceptance["validation"].differing_rounds == 0
     assert {s.slot for s in found.slots} == {*SLOTS, world.target.config.num_layers}
+
+
+def test_transformers_runs_on_the_card_where_it_fits(world, monkeypatch):
+    directory = world.directory
+    assert reference_device(directory, "cpu")[0] == "cpu"
+    free = {"bytes": 1 << 40}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free["bytes"], 1 << 41))
+    assert reference_device(directory, "cuda")[0] == "cuda"
+    free["bytes"] = 1 << 30
+    device, told = reference_device(directory, "cuda")
+    assert device == "cpu"
+    assert "GB are free on cuda, so it runs on the CPU" in told
 
 
 def test_permuted_slots_are_named_f3(world):

@@ -83,27 +83,11 @@ def test_a_step_in_bfloat16_is_near_the_cpus_in_fp32(draft_tools):
         assert (gradients[name] - gradient).norm() < 0.06 * gradient.norm(), name
 
 
-def toy_source(draft_tools, teacher, count=12, length=14):
-    """Conversations of a target whose last state depends on the last token alone."""
-    table = torch.randn(draft_tools.VOCAB, draft_tools.HIDDEN, generator=torch.Generator().manual_seed(11))
-    plain = draft_tools.make_teacher(draft_tools.make_network())
-    following = plain.argmax(table)  # [V]
-    out = []
-    for index in range(count):
-        ids = [index % draft_tools.VOCAB]
-        while len(ids) < length:
-            ids.append(int(following[ids[-1]]) if len(ids) % 5 else (7 * len(ids) + index) % draft_tools.VOCAB)
-        token_ids = torch.tensor(ids)
-        states = table[token_ids].to(torch.bfloat16)
-        features = torch.cat([states] * len(draft_tools.SLOTS), -1)
-        out.append(Conversation(token_ids, torch.arange(length) >= 3, features, states[2:], 2))
-    return ConversationList(out)
-
-
 def make_trainer(draft_tools, out, settings=SETTINGS, **options):
     network = draft_tools.make_network(dtype=settings.torch_dtype).to(DEVICE)
     teacher = teacher_on(DEVICE, draft_tools, network)
-    return Trainer(network, teacher, toy_source(draft_tools, teacher), settings, out, **options)
+    source = ConversationList(draft_tools.toy_conversations(12, dtype=settings.torch_dtype))
+    return Trainer(network, teacher, source, settings, out, **options)
 
 
 def test_the_loss_goes_down(draft_tools, tmp_path):

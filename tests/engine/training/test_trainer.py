@@ -9,7 +9,7 @@ import torch
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.training.checkpoint import FILE_NAME, load_checkpoint, load_network
-from slipstream.engine.training.data import Conversation, ConversationList
+from slipstream.engine.training.data import ConversationList
 from slipstream.engine.training.evaluate import Evaluator
 from slipstream.engine.training.log import plot_curves, read_metrics
 from slipstream.engine.training.settings import TrainingSettings
@@ -33,26 +33,10 @@ SETTINGS = TrainingSettings(
 )
 
 
-def toy_conversations(draft_tools, teacher, count: int, length: int = 14) -> list[Conversation]:
-    """Greedy conversations of a target whose last state depends on the last token alone: the draft can learn it all."""
-    table = torch.randn(draft_tools.VOCAB, draft_tools.HIDDEN, generator=torch.Generator().manual_seed(11))
-    following = teacher.argmax(table)  # [V]
-    out = []
-    for index in range(count):
-        ids = [index % draft_tools.VOCAB]
-        while len(ids) < length:
-            ids.append(int(following[ids[-1]]) if len(ids) % 5 else (7 * len(ids) + index) % draft_tools.VOCAB)
-        token_ids = torch.tensor(ids)
-        mask = torch.arange(length) >= 3
-        features = torch.cat([table[token_ids]] * len(draft_tools.SLOTS), -1)
-        out.append(Conversation(token_ids, mask, features, table[token_ids][2:], 2))
-    return out
-
-
 def make_trainer(draft_tools, out, settings=SETTINGS, **options) -> Trainer:
     network = draft_tools.make_network(dtype=settings.torch_dtype)
     teacher = draft_tools.make_teacher(network)
-    source = ConversationList(options.pop("conversations", None) or toy_conversations(draft_tools, teacher, 12))
+    source = ConversationList(options.pop("conversations", None) or draft_tools.toy_conversations(12))
     return Trainer(network, teacher, source, settings, out, **options)
 
 
@@ -205,7 +189,7 @@ def test_progress_evaluation_and_files(draft_tools, tmp_path):
     calls = []
     network = draft_tools.make_network()
     teacher = draft_tools.make_teacher(network)
-    evaluator = Evaluator(ConversationList(toy_conversations(draft_tools, teacher, 3)), teacher, num_steps=4)
+    evaluator = Evaluator(ConversationList(draft_tools.toy_conversations(3)), teacher, num_steps=4)
     trainer = make_trainer(
         draft_tools,
         tmp_path,
