@@ -108,6 +108,7 @@ __device__ inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_
 
 __device__ inline uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 __device__ inline void sync_warp() { __syncwarp(); }
+__device__ inline void store_16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline uint4 load_shared(const bf16* from) { return *reinterpret_cast<const uint4*>(from); }
 
@@ -149,6 +150,21 @@ __device__ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint3
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+// The same into all `ctas` CTAs of the cluster, at the same place of each, and at the same barrier of each.
+__device__ inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t policy,
+                                        int ctas) {
+    if (ctas == 1) {
+        bulk_load(to, from, bytes, barrier, policy);
+        return;
+    }
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4, %5;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "h"(uint16_t((1 << ctas) - 1)), "l"(policy)
+        : "memory");
+}
+// Copies issued from here on see what was seen in memory before.
+__device__ inline void copies_see_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 // `bytes` (a multiple of 16) into the L2.
 __device__ inline void bulk_prefetch(const bf16* from, int bytes, uint64_t policy) {
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
@@ -203,29 +219,9 @@ __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
-__device__ inline float load_cluster(uint32_t from) {
-    float v;
-    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");
-    return v;
-}
-__device__ inline void store_cluster(uint32_t to, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-// At a barrier of any CTA of the cluster, and a wait that sees what these did before.
-__device__ inline void barrier_arrive_cluster(uint32_t barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
-    uint32_t done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
+// At a barrier of any CTA of the cluster, by one that has read and not written: nothing is flushed, which took a fence.
+__device__ inline void barrier_arrive_there(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ inline void store_shared(uint32_t to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

@@ -1,35 +1,38 @@
-// One kernel per variant; wide_launch.py holds the same list. MAX_WARPS (that sum) and MIN_CTAS on an SM bound the
+// One kernel per variant; wide_launch.py holds the same list. 8 warps sum, one copies. MIN_CTAS on an SM bounds the
 // registers.
 #include <wide_gemm.cuh>
 
-#define WIDE(EPILOGUE, NORM, NT, GROUPS, X_WARPS, MAX_WARPS, MIN_CTAS)                                         \
-    extern "C" __global__ void __launch_bounds__(32 * (MAX_WARPS + X_WARPS + 1), MIN_CTAS)                     \
-        wide_##EPILOGUE##_##NORM##_##NT##_##GROUPS##_##X_WARPS##_##MAX_WARPS(                                  \
-            const __grid_constant__ slipstream::WideParams p) {                                                \
-        extern __shared__ __align__(128) float shared[];                                                       \
-        slipstream::wide_gemm<EPILOGUE, NORM, NT, GROUPS, X_WARPS, MAX_WARPS>(p, slipstream::own_shared(shared));         \
+#define ORDER(NORM)                                                                \
+    extern "C" __global__ void __launch_bounds__(32 * slipstream::ORDER_WARPS, 8)  \
+        order_##NORM(const __grid_constant__ slipstream::WideParams p) {           \
+        slipstream::order_x<NORM>(p);                                              \
+    }
+#define WIDE(EPILOGUE, NT, GROUPS, MIN_CTAS)                                                        \
+    extern "C" __global__ void __launch_bounds__(32 * 9, MIN_CTAS)                                  \
+        wide_##EPILOGUE##_##NT##_##GROUPS(const __grid_constant__ slipstream::WideParams p) {       \
+        extern __shared__ __align__(128) float shared[];                                            \
+        slipstream::wide_gemm<EPILOGUE, NT, GROUPS>(p, slipstream::own_shared(shared));             \
     }
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // clusters and bulk copies
-#define FOR_ALL(EPILOGUE, NORM)              \
-    WIDE(EPILOGUE, NORM, 2, 1, 2, 8, 2)      \
-    WIDE(EPILOGUE, NORM, 4, 1, 2, 8, 2)      \
-    WIDE(EPILOGUE, NORM, 8, 1, 4, 8, 1)      \
-    WIDE(EPILOGUE, NORM, 8, 1, 4, 14, 1)     \
-    WIDE(EPILOGUE, NORM, 8, 2, 4, 12, 1)
+#define FOR_ALL(EPILOGUE)    \
+    WIDE(EPILOGUE, 2, 1, 2)  \
+    WIDE(EPILOGUE, 4, 1, 1)  \
+    WIDE(EPILOGUE, 8, 1, 1)  \
+    WIDE(EPILOGUE, 8, 2, 1)
 
 #ifndef SLIPSTREAM_EPILOGUE
 #error "compile once for each epilogue: -DSLIPSTREAM_EPILOGUE=0..3"
 #endif
+ORDER(0)
+ORDER(1)
 #if SLIPSTREAM_EPILOGUE == 0
-FOR_ALL(0, 0)
-FOR_ALL(0, 1)
+FOR_ALL(0)
 #elif SLIPSTREAM_EPILOGUE == 1
-FOR_ALL(1, 0)
+FOR_ALL(1)
 #elif SLIPSTREAM_EPILOGUE == 2
-FOR_ALL(2, 1)
+FOR_ALL(2)
 #else
-FOR_ALL(3, 0)
-FOR_ALL(3, 1)
+FOR_ALL(3)
 #endif
 #endif

@@ -1,14 +1,14 @@
-// y = x W^T for more than 8 rows of x and a weight that lies in DRAM: the sum of skinny_gemm.cuh, x read once for 64 to
-// 224 weight rows.
+// y = x W^T for more than 8 rows of x and a weight that lies in DRAM: the sum of skinny_gemm.cuh, x read once for 32 to
+// 256 weight rows.
 //
-// A cluster of CTAs takes a unit of tiles, each of its CTAs two parts of K, 2 r and 2 r + 1: their sum is a pair's.
-// Pairs meet through the cluster's shared memory: each CTA adds and finishes some columns (rows of x). So x and the
-// weight come to one CTA each, and there are CTAs enough though a unit is high.
+// First order_x writes x, the norm applied, in the order of the matrix unit's B operand: [group of columns (rows of x)]
+// [chunk][column][32 k]. So what a step needs of x is one run, and comes like the weights: one thread copies both into a
+// ring in shared memory. CTAs of a cluster take neighbouring units of weight rows in step; each reads a share of x and
+// sends it to all of them.
 //
-// In a CTA one warp copies weights through a ring in shared memory, as in bulk_gemm.cuh; X_WARPS warps read x, apply
-// the norm once and lay it into the same slot in the order of the matrix unit's B operand; each other warp sums one
-// part of two tiles for 8 NT columns, GROUPS of such side by side. A slot holds one chunk of each part: 2 KB of the packed
-// weight a tile, as it lies in memory.
+// A slot of the ring holds a chunk of each part of `split` pairs of parts, of all tiles of the unit and of x. A warp sums
+// two tiles for 8 NT columns, both parts of a pair side by side. Either the pairs are summed at once by as many warps, or
+// (split = 1) one after the other, so that a unit can be high; the sums of pairs are added in order.
 #pragma once
 #include <bulk_gemm.cuh>
 
@@ -17,27 +17,75 @@ namespace slipstream {
 // kernels/cuda/wide_launch.py has the same struct. Clusters: m_groups for each of so many that walk over the units.
 struct WideParams {
     Params common;
-    int32_t parts;
+    bf16* x_ordered;  // [m_groups, K / 32, columns, 32]
+    int32_t parts, split, columns;
 };
 
-constexpr int WIDE_HEADER_BYTES = 1024;  // barriers, then rstd of up to 128 columns
-constexpr int RSTD_AT = 512;
+constexpr int ORDER_WARPS = 4, ORDER_CHUNKS = 4;  // of a CTA, and of each of its warps
 
-// Chunks of a part of K; 0 for one that is not there.
-__device__ inline int chunks_of_part(const Params& p, int parts, int part) {
-    if (part >= parts) return 0;
-    return p.chunks_per_part - ((p.chunks_per_part - 1) * parts + part < p.K / 32 ? 0 : 1);
+// A CTA takes 8 rows and ORDER_WARPS * ORDER_CHUNKS chunks.
+template <bool NORM>
+__device__ inline void order_x(const WideParams& given) {
+    const Params& p = given.common;
+    pdl_launch_dependents();  // the product, which fetches weights meanwhile
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = (p.M + 7) / 8;
+    const int slice = blockIdx.x / blocks, m = 8 * (blockIdx.x - slice * blocks) + g;
+    const int first = (slice * ORDER_WARPS + threadIdx.x / 32) * ORDER_CHUNKS;
+    uint4 scale[ORDER_CHUNKS] = {}, x[ORDER_CHUNKS] = {};
+#pragma unroll
+    for (int i = 0; i < ORDER_CHUNKS; ++i) {
+        if (NORM && first + i < chunks) scale[i] = load_activation(p.norm_weight + 32 * (first + i) + 8 * t);
+    }
+    pdl_wait();  // nothing above reads what another kernel writes
+#pragma unroll
+    for (int i = 0; i < ORDER_CHUNKS; ++i) {
+        if (m < p.M && first + i < chunks) x[i] = load_activation(p.x + m * p.x_stride + 32 * (first + i) + 8 * t);
+    }
+    const float rstd = NORM ? row_rstd<8>(p, m, t) : 0.0f;
+    const int group = m / given.columns;
+    bf16* const to = given.x_ordered + (int64_t(group) * chunks * given.columns + m - group * given.columns) * 32 + 8 * t;
+#pragma unroll
+    for (int i = 0; i < ORDER_CHUNKS; ++i) {
+        if (m < p.M && first + i < chunks) {
+            store_16(to + int64_t(first + i) * given.columns * 32, NORM ? normed(x[i], rstd, scale[i]) : x[i]);
+        }
+    }
 }
 
-// The sum of a slot's chunks, two tiles by NT tiles of x: a warp's part of a step.
+// The slots of a CTA in order: of each unit its pairs of parts, `split` at a time, and of these their chunks.
+struct Steps {
+    int unit, pass = 0, step = 0;
+    int walk, parts, width, passes, chunks;  // width: parts of a pass
+    __device__ inline Steps(const WideParams& given, int first_unit, int next_unit)
+        : unit(first_unit),
+          walk(next_unit),
+          parts(given.parts),
+          width(2 * given.split),
+          passes((given.parts + width - 1) / width),
+          chunks(given.common.K / 32) {}
+    __device__ inline int chunk() const { return step * parts + pass * width; }  // the first one
+    __device__ inline int count() const { return min(min(width, parts - pass * width), chunks - chunk()); }
+    __device__ inline int of_pass() const { return (chunks - pass * width + parts - 1) / parts; }
+    __device__ inline void advance() {
+        if (++step == of_pass()) {
+            step = 0;
+            if (++pass == passes) {
+                pass = 0;
+                unit += walk;
+            }
+        }
+    }
+};
+
+// Adds a chunk of a part: two tiles (`next_tile` bytes apart) by NT tiles of x.
 template <int NT>
-__device__ inline void add_step(float (&sums)[2][NT][4], uint32_t weights, uint32_t x) {
+__device__ inline void add_step(float (&sums)[2][NT][4], uint32_t weights, uint32_t next_tile, uint32_t x) {
     constexpr int AHEAD = 2;  // tiles of x in registers
     uint4 w[2][2], b[NT];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        w[i][0] = load_shared(weights + i * 2 * CHUNK_BYTES);
-        w[i][1] = load_shared(weights + i * 2 * CHUNK_BYTES + CHUNK_BYTES / 2);
+        w[i][0] = load_shared(weights + i * next_tile);
+        w[i][1] = load_shared(weights + i * next_tile + CHUNK_BYTES / 2);
     }
 #pragma unroll
     for (int j = 0; j < AHEAD; ++j) b[j] = load_shared(x + j * CHUNK_BYTES / 2);
@@ -55,272 +103,167 @@ __device__ inline void add_step(float (&sums)[2][NT][4], uint32_t weights, uint3
     }
 }
 
-template <int EPILOGUE, bool NORM, int NT, int GROUPS, int X_WARPS, int MAX_WARPS>
+template <int EPILOGUE, int NT, int GROUPS>
 __device__ inline void wide_gemm(const WideParams& given, float* shared) {
-    constexpr int COLUMNS = 8 * NT * GROUPS, X_BYTES = 2 * COLUMNS * 64;
-    constexpr int X_ROWS = COLUMNS / (4 * X_WARPS);                           // of a thread
-    constexpr int X_AHEAD = X_ROWS <= 2 ? 4 : X_ROWS <= 4 ? 2 : 1;            // steps of which it holds x
-    static_assert(X_ROWS * 4 * X_WARPS == COLUMNS, "whole rows of x for each thread");
-    constexpr int STRIDE = 16 * (MAX_WARPS / GROUPS) + 4;  // of sums; + 4: no bank conflicts
-    constexpr int BATCH = NT <= 2 ? 2 : 4, OUTPUTS = TILE_OUTPUTS<EPILOGUE>;
+    constexpr int COLUMNS = 8 * NT * GROUPS, X_CHUNK = 64 * COLUMNS, OUTPUTS = TILE_OUTPUTS<EPILOGUE>, BATCH = 4;
     const Params& p = given.common;
 
-    // Behind a QKV product attention reads old keys before its wait, so all before this kernel must be done by then.
-    if (EPILOGUE != QKV) pdl_launch_dependents();
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32 - X_WARPS - 1;
-    const int rank = cluster_rank(), pairs = cluster_size(), unit_tiles = warps / GROUPS;
-    const int cluster = blockIdx.x / pairs, walk = gridDim.x / pairs / p.m_groups;  // clusters that share the units
-    const int first_unit = cluster / p.m_groups, m0 = (cluster - first_unit * p.m_groups) * COLUMNS;
-    const int chunks = p.K / 32, units = (p.tiles + unit_tiles - 1) / unit_tiles;
-    const int even = 2 * rank, odd = even + 1;  // the parts here
-    const int steps = chunks_of_part(p, given.parts, even), odd_steps = chunks_of_part(p, given.parts, odd);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32 - 1, split = given.split;
+    const int unit_tiles = 2 * (warps / (GROUPS * split)), stride = 16 * unit_tiles + 4;  // + 4: no bank conflicts
+    const int rank = cluster_rank(), ctas = cluster_size();
+    const int cluster = blockIdx.x / ctas, first = cluster / p.m_groups * ctas, group = cluster % p.m_groups;
+    const int walk = gridDim.x / p.m_groups, units = (p.tiles + unit_tiles - 1) / unit_tiles;
+    const int tile_bytes = 2 * split * CHUNK_BYTES, slot_bytes = unit_tiles * tile_bytes + 2 * split * X_CHUNK;
 
-    const uint32_t full = shared_address(shared), empty = full + 8 * MAX_SLOTS, ready = empty + 8 * MAX_SLOTS;
-    const uint32_t done = ready + 8, normed_rows = ready + 16;
-    const uint32_t rstd_at = full + RSTD_AT, ring = full + WIDE_HEADER_BYTES;
-    const int weight_bytes = unit_tiles * 2 * CHUNK_BYTES, slot_bytes = weight_bytes + X_BYTES;
-    const uint32_t sums_at = ring + p.slots * slot_bytes;
+    const uint32_t full = shared_address(shared), empty = full + 8 * MAX_SLOTS, ring = full + BARRIER_BYTES;
+    const uint32_t sums_at = ring + p.slots * slot_bytes;  // [split][COLUMNS][stride]
     if (threadIdx.x == 0) {
         for (int i = 0; i < p.slots; ++i) {
-            barrier_init(full + 8 * i, 1 + X_WARPS);
-            barrier_init(empty + 8 * i, warps);
+            barrier_init(full + 8 * i, 1);
+            barrier_init(empty + 8 * i, warps * ctas);
         }
-        barrier_init(ready, pairs);
-        barrier_init(done, pairs);
-        barrier_init(normed_rows, GROUPS * NT);
         barrier_init_fence();
     }
     __syncthreads();
     cluster_arrive();  // whoever reaches into another CTA waits until its barriers are there
+    // Behind a QKV product attention reads old keys before its wait, so all before this kernel must be done by then.
+    if (EPILOGUE != QKV) pdl_launch_dependents();
 
-    if (warp == warps + X_WARPS) {
+    if (warp == warps) {
+        Steps load(given, first + rank, walk);
+        const uint64_t policy = weight_policy(p.evict_first != 0), x_policy = weight_policy(false);
+        const auto load_weights = [&](int slot) {
+            const int tile = load.unit * unit_tiles, tiles = max(0, min(unit_tiles, p.tiles - tile));
+            const int count = load.count();
+            barrier_expect(full + 8 * slot, count * (tiles * CHUNK_BYTES + X_CHUNK));
+            const bf16* from = p.weight + (int64_t(tile) * load.chunks + load.chunk()) * CHUNK;
+            for (int i = 0; i < tiles; ++i, from += int64_t(load.chunks) * CHUNK) {
+                bulk_load(ring + slot * slot_bytes + i * tile_bytes, from, count * CHUNK_BYTES, full + 8 * slot, policy);
+            }
+        };
+        const bf16* const x_begin = given.x_ordered + int64_t(group) * load.chunks * (X_CHUNK / 2);
+        const auto load_x = [&](int slot, const Steps& step) {
+            const int bytes = step.count() * X_CHUNK / ctas;
+            bulk_load_to_all(ring + slot * slot_bytes + unit_tiles * tile_bytes + rank * bytes,
+                             x_begin + int64_t(step.chunk()) * (X_CHUNK / 2) + rank * (bytes / 2), bytes,
+                             full + 8 * slot, x_policy, ctas);
+        };
+        Steps x = load;
+        int filled = 0;
         if (lane == 0) {
-            const uint64_t policy = weight_policy(p.evict_first != 0);
+            for (; filled < p.slots && load.unit - rank < units; ++filled, load.advance()) load_weights(filled);
+        }
+        sync_warp();
+        cluster_wait();
+        pdl_wait();  // nothing above reads what another kernel writes
+        if (EPILOGUE == QKV) pdl_launch_dependents();
+        if (lane == 0) {
+            copies_see_memory();
+            for (int i = 0; i < filled; ++i, x.advance()) load_x(i, x);
             Cursor at;
-            for (int unit = first_unit; unit < units; unit += walk) {
-                const int tiles = min(unit_tiles, p.tiles - unit * unit_tiles);
-                const bf16* from = p.weight + (int64_t(unit) * unit_tiles * chunks + even) * CHUNK;
-                for (int step = 0; step < steps; ++step, from += given.parts * CHUNK) {
-                    const int bytes = step < odd_steps ? 2 * CHUNK_BYTES : CHUNK_BYTES;
-                    barrier_wait(empty + 8 * at.slot, at.phase ^ 1);  // in the first turn every slot is empty
-                    barrier_expect(full + 8 * at.slot, tiles * bytes);
-                    for (int i = 0; i < tiles; ++i) {
-                        bulk_load(ring + at.slot * slot_bytes + i * 2 * CHUNK_BYTES, from + int64_t(i) * chunks * CHUNK,
-                                  bytes, full + 8 * at.slot, policy);
-                    }
-                    at.advance(p.slots);
-                }
-            }
-        }
-        sync_warp();
-        cluster_wait();
-        pdl_wait();
-        return;
-    }
-
-    pdl_wait();  // nothing above reads what another kernel writes
-    if (EPILOGUE == QKV) pdl_launch_dependents();
-
-    if (warp >= warps) {
-        // Eight threads a row and step: four for each chunk, each with the 16 bytes of one lane of the matrix unit.
-        const int id = threadIdx.x - 32 * warps, chunk = id / 4 % 2, t = id % 4, first_row = id / 8;
-        const int present = chunk == 0 ? steps : odd_steps;
-        const int k0 = 32 * (even + chunk) + 8 * t, k_step = 32 * given.parts;
-        const bf16* const x_begin = p.x + int64_t(m0 + first_row) * p.x_stride + k0;
-        const int64_t x_rows = int64_t(4 * X_WARPS) * p.x_stride;
-        const int total = first_unit < units ? ((units - 1 - first_unit) / walk + 1) * steps : 0;
-        uint4 x[X_AHEAD][X_ROWS], scale[X_AHEAD] = {};
-        int coming = 0;  // step of the next read
-#pragma unroll
-        for (int u = 0; u < X_AHEAD; ++u) {
-#pragma unroll
-            for (int i = 0; i < X_ROWS; ++i) x[u][i] = uint4{0, 0, 0, 0};  // rows that are not there
-            if (u < total) {
-                if (coming < present) {
-                    if (NORM) scale[u] = load_activation(p.norm_weight + k0 + coming * k_step);
-#pragma unroll
-                    for (int i = 0; i < X_ROWS; ++i) {
-                        if (m0 + first_row + 4 * X_WARPS * i < p.M) {
-                            x[u][i] = load_activation(x_begin + i * x_rows + coming * k_step);
-                        }
-                    }
-                }
-                if (++coming == steps) coming = 0;
-            }
-        }
-        sync_warp();
-        cluster_wait();
-        float rstd[X_ROWS] = {};
-        if (NORM) {
-            barrier_wait_cluster(normed_rows, 0);
-#pragma unroll
-            for (int i = 0; i < X_ROWS; ++i) rstd[i] = load_shared_float(rstd_at + 4 * (first_row + 4 * X_WARPS * i));
-        }
-        Cursor at;
-        int step = 0;
-        for (int round = 0; round < total; round += X_AHEAD) {
-#pragma unroll
-            for (int u = 0; u < X_AHEAD; ++u) {
-                if (round + u >= total) break;
+            for (at.phase = 1; load.unit - rank < units; load.advance()) {
                 barrier_wait(empty + 8 * at.slot, at.phase ^ 1);
-                if (step < present) {
-                    const uint32_t to = ring + at.slot * slot_bytes + weight_bytes + chunk * COLUMNS * 64 + 16 * t;
-#pragma unroll
-                    for (int i = 0; i < X_ROWS; ++i) {
-                        const int row = first_row + 4 * X_WARPS * i;
-                        // Of the odd part rows 2 i and 2 i + 1 change places: a row's eight threads meet no bank twice.
-                        store_shared(to + 64 * (row ^ chunk), NORM ? normed(x[u][i], rstd[i], scale[u]) : x[u][i]);
-                    }
-                }
-                sync_warp();
-                if (lane == 0) barrier_arrive(full + 8 * at.slot);
+                load_weights(at.slot);
+                load_x(at.slot, load);
                 at.advance(p.slots);
-                if (++step == steps) step = 0;
-                if (round + u + X_AHEAD < total) {
-                    if (coming < present) {
-                        if (NORM) scale[u] = load_activation(p.norm_weight + k0 + coming * k_step);
-#pragma unroll
-                        for (int i = 0; i < X_ROWS; ++i) {
-                            if (m0 + first_row + 4 * X_WARPS * i < p.M) {
-                                x[u][i] = load_activation(x_begin + i * x_rows + coming * k_step);
-                            }
-                        }
-                    }
-                    if (++coming == steps) coming = 0;
-                }
             }
         }
+        sync_warp();
+        cluster_arrive();  // no CTA ends while others may reach into it
+        cluster_wait();
         return;
     }
 
-    sync_warp();
     cluster_wait();
-    const int threads = 32 * warps;
-    if (NORM) {  // every row's norm once a cluster
-        const int g = lane / 4, t = lane % 4;
-        for (int block = rank + pairs * warp; block < GROUPS * NT; block += pairs * warps) {
-            const float rstd = row_rstd<4>(p, m0 + 8 * block + g, t);
-            const uint32_t at = rstd_at + 4 * (8 * block + g);
-            for (int to = t; to < pairs; to += 4) store_cluster(cluster_address(at, to), rstd);
-            sync_warp();
-            if (lane < pairs) barrier_arrive_cluster(cluster_address(normed_rows, lane));
-        }
-    }
-    const int part = warp % 2, columns = warp / 2 % GROUPS * 8 * NT, two_tiles = warp / 2 / GROUPS * 2;
-    const int count = part == 0 ? steps : odd_steps;
-    const uint32_t weights_at = ring + 2 * two_tiles * CHUNK_BYTES + part * CHUNK_BYTES + 16 * lane;
-    const uint32_t x_at = ring + weight_bytes + part * COLUMNS * 64 + columns * 64 + 16 * (lane ^ 4 * part);
-
+    pdl_wait();
+    const int threads = 32 * warps, pair = warp % split, columns = warp / split % GROUPS * 8 * NT;
+    const int two_tiles = warp / (split * GROUPS) * 2, m0 = group * COLUMNS;
+    const uint32_t weights_at = ring + two_tiles * tile_bytes + 2 * pair * CHUNK_BYTES + 16 * lane;
+    const uint32_t x_at = ring + unit_tiles * tile_bytes + 2 * pair * X_CHUNK + columns * 64 + 16 * lane;
     Cursor at;
-    uint32_t phase = 0;  // of `ready`
-    for (int unit = first_unit; unit < units; unit += walk) {
-        const int tile = unit * unit_tiles, tiles = min(unit_tiles, p.tiles - tile);
-        float sums[2][NT][4];
+    for (int unit = first + rank; unit - rank < units; unit += walk) {
+        const int tile = unit * unit_tiles, tiles = max(0, min(unit_tiles, p.tiles - tile));
+        for (int pass = 0; pass * 2 * split < given.parts; ++pass) {
+            float even[2][NT][4], odd[2][NT][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < NT; ++j) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[i][j][e] = 0.0f;
-            }
-        }
-        for (int step = 0; step < steps; ++step) {
-            barrier_wait(full + 8 * at.slot, at.phase);
-            if (step < count && two_tiles < tiles) {
-                add_step<NT>(sums, weights_at + at.slot * slot_bytes, x_at + at.slot * slot_bytes);
-            }
-            sync_warp();
-            if (lane == 0) barrier_arrive(empty + 8 * at.slot);
-            at.advance(p.slots);
-        }
-
-        const int thread = opaque(threadIdx.x);
-        const int put_column = columns + thread % 4 * 2, put_row = 16 * two_tiles + thread % 32 / 4;
-        const uint32_t put_at = opaque(sums_at) + 4 * (put_column * STRIDE + put_row);
-        if (unit != first_unit) barrier_wait_cluster(done, phase ^ 1);  // all have read the last unit's sums
-#pragma unroll
-        for (int turn = 1; turn >= 0; --turn) {  // the odd part's sums, then even ones with these added
-            if (part == turn && two_tiles < tiles) {
+            for (int i = 0; i < 2; ++i) {
 #pragma unroll
                 for (int j = 0; j < NT; ++j) {
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
+                    for (int e = 0; e < 4; ++e) even[i][j][e] = odd[i][j][e] = 0.0f;
+                }
+            }
+            const int part = 2 * (pass * split + pair), chunks = p.K / 32;
+            const bool even_there = part < given.parts && two_tiles < tiles, odd_there = part + 1 < given.parts;
+            const int even_steps = even_there ? (chunks - part + given.parts - 1) / given.parts : 0;
+            const int odd_steps = even_there && odd_there ? (chunks - part + given.parts - 2) / given.parts : 0;
+            const int steps = (chunks - pass * 2 * split + given.parts - 1) / given.parts;
+            for (int step = 0; step < steps; ++step) {
+                const uint32_t slot = at.slot * slot_bytes;
+                barrier_wait(full + 8 * at.slot, at.phase);
+                if (step < even_steps) add_step<NT>(even, weights_at + slot, tile_bytes, x_at + slot);
+                if (step < odd_steps) {
+                    add_step<NT>(odd, weights_at + slot + CHUNK_BYTES, tile_bytes, x_at + slot + X_CHUNK);
+                }
+                sync_warp();
+                if (lane < ctas) barrier_arrive_there(cluster_address(empty + 8 * at.slot, lane));
+                at.advance(p.slots);
+            }
+            const int thread = opaque(threadIdx.x);
+            const int put_column = columns + thread % 4 * 2, put_row = 16 * two_tiles + thread % 32 / 4;
+            const uint32_t put_at = opaque(sums_at) + 4 * ((pair * COLUMNS + put_column) * stride + put_row);
+            if (even_there) {
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const uint32_t to = put_at + 4 * ((8 * j + e % 2) * STRIDE + 16 * i + 8 * (e / 2));
-                            float v = sums[i][j][e];
-                            if (turn == 0 && odd_steps > 0) v += load_shared_float(to);
-                            store_shared(to, v);
+                for (int j = 0; j < NT; ++j) {
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            const uint32_t to = put_at + 4 * ((8 * j + e % 2) * stride + 16 * i + 8 * (e / 2));
+                            const float sum = odd_there ? even[i][j][e] + odd[i][j][e] : even[i][j][e];
+                            store_shared(to, pass > 0 ? load_shared_float(to) + sum : sum);  // no one else's
                         }
                     }
-                }
-            }
-            sync_some(threads);
-        }
-        if (thread < pairs) barrier_arrive_cluster(cluster_address(ready, thread));
-
-        const int rows = tiles * OUTPUTS, here = min(COLUMNS, p.M - m0);
-        const int outputs = (here - rank + pairs - 1) / pairs * rows;  // columns rank, rank + pairs, ...
-        bool waited = false;
-        for (int first = thread; first - thread < outputs; first += BATCH * threads) {
-            float low[BATCH] = {}, high[BATCH] = {};
-            uint32_t from_own[BATCH];
-            Extra extra[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                const int index = first + b * threads, column = rank + pairs * (index / rows);
-                extra[b] = Extra{0, 0, 0};
-                if (index < outputs) {
-                    extra[b] = load_extra<EPILOGUE>(p, m0 + column, place_of<EPILOGUE>(p, tile, index % rows));
-                }
-            }
-            if (!waited) barrier_wait_cluster(ready, phase);
-            waited = true;
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                const int index = first + b * threads, column = rank + pairs * (index / rows), row = index % rows;
-                from_own[b] = sums_at + 4 * (column * STRIDE + 16 * (row / OUTPUTS) + row % OUTPUTS);
-            }
-            for (int v = 0; v < pairs; v += 2) {  // two of each sum in flight
-                float one[2][BATCH], two[2][BATCH];
-#pragma unroll
-                for (int u = 0; u < 2; ++u) {
-#pragma unroll
-                    for (int b = 0; b < BATCH; ++b) {
-                        one[u][b] = two[u][b] = 0.0f;  // unset on some path, they would be held over the whole loop
-                        if (v + u < pairs && first + b * threads < outputs) {
-                            const uint32_t there = cluster_address(from_own[b], v + u);
-                            one[u][b] = load_cluster(there);
-                            if (PAIRED<EPILOGUE>) two[u][b] = load_cluster(there + 32);
-                        }
-                    }
-                }
-#pragma unroll
-                for (int u = 0; u < 2; ++u) {
-                    if (v + u < pairs) {
-#pragma unroll
-                        for (int b = 0; b < BATCH; ++b) {
-                            low[b] = v + u == 0 ? one[u][b] : low[b] + one[u][b];
-                            if (PAIRED<EPILOGUE>) high[b] = v + u == 0 ? two[u][b] : high[b] + two[u][b];
-                        }
-                    }
-                }
-            }
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                const int index = first + b * threads, column = rank + pairs * (index / rows);
-                if (index < outputs) {
-                    const Place place = place_of<EPILOGUE>(p, tile, index % rows);
-                    finish<EPILOGUE>(p, m0 + column, place, low[b], high[b], extra[b]);
                 }
             }
         }
-        if (!waited) barrier_wait_cluster(ready, phase);
         sync_some(threads);
-        if (thread < pairs) barrier_arrive_cluster(cluster_address(done, thread));
-        phase ^= 1;
+        const int rows = tiles * OUTPUTS, outputs = min(COLUMNS, p.M - m0) * rows;
+        for (int index = threadIdx.x; index - int(threadIdx.x) < outputs; index += BATCH * threads) {
+            Extra extra[BATCH];
+            float low[BATCH] = {}, high[BATCH] = {};
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int i = index + b * threads, column = i / rows, row = i % rows;
+                extra[b] = Extra{0, 0, 0};
+                if (i < outputs) extra[b] = load_extra<EPILOGUE>(p, m0 + column, place_of<EPILOGUE>(p, tile, row));
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int i = index + b * threads, column = i / rows, row = i % rows;
+                const uint32_t from = sums_at + 4 * (column * stride + 16 * (row / OUTPUTS) + row % OUTPUTS);
+                for (int v = 0; v < split && i < outputs; ++v) {
+                    const float one = load_shared_float(from + 4 * v * COLUMNS * stride);
+                    low[b] = v == 0 ? one : low[b] + one;
+                    if (PAIRED<EPILOGUE>) {
+                        const float two = load_shared_float(from + 4 * v * COLUMNS * stride + 32);
+                        high[b] = v == 0 ? two : high[b] + two;
+                    }
+                }
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int i = index + b * threads, column = i / rows, row = i % rows;
+                if (i < outputs) {
+                    finish<EPILOGUE>(p, m0 + column, place_of<EPILOGUE>(p, tile, row), low[b], high[b], extra[b]);
+                }
+            }
+        }
+        sync_some(threads);  // the sums are read
     }
-    if (first_unit < units) barrier_wait_cluster(done, phase ^ 1);  // no other CTA reads here any more
+    sync_warp();
+    cluster_arrive();
+    cluster_wait();
 }
 
 }  // namespace slipstream

@@ -2,26 +2,38 @@
 
 import ctypes
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.kernels import driver
 from slipstream.kernels.cuda import build
-from slipstream.kernels.cuda.launch import IN_L2, Epilogue, Override, Params, norms, split_k
+from slipstream.kernels.cuda.launch import BARRIER_BYTES, IN_L2, MAX_SLOTS, Epilogue, Override, Params, norms, split_k
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
-HEADER_BYTES, MAX_SLOTS = 1024, 15  # as in wide_gemm.cuh
+MAX_WARPS = 8  # that sum
+ORDER_WARPS, ORDER_CHUNKS = 4, 4  # as in wide_gemm.cuh
 MIN_SLOTS = 2
 FROM_ROWS = 1 << 30  # of x: no product is cut so unless asked for (9, when it has been timed)
-# What one H200 gives, in bytes a second: from DRAM, and from the L2 to all multiprocessors. Only their ratio counts.
-DRAM_RATE, L2_RATE = 4.4, 5.5
+# What one H200 gives, in GB/s for each of its multiprocessors: from DRAM, and through the L2; then what one can take
+# in, and what it reads from its shared memory and writes there.
+DRAM_RATE, L2_RATE, TAKE_RATE, SHARED_RATE = 33.0, 42.0, 75.0, 170.0
+LATENCY_NS = 1500  # of a copy, under load
+# Of a warp's chunk of a pair of parts: to wait for it, and for each tile of 8 rows of x, alone or beside other warps.
+WARP_NS, ALONE_NS, TENSOR_NS = 110, 33, 28
+UNIT_US, SEAM_US = 1.5, 2.0  # the end of a unit; the next kernel's first copies, where its ring has no room before
+OVERLAP = 0.85  # of what is not waited for most
 
 
 class WideParams(ctypes.Structure):
     """As in wide_gemm.cuh."""
 
-    _fields_ = (("common", Params), ("parts", ctypes.c_int32))
+    _fields_ = (
+        ("common", Params),
+        ("x_ordered", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("parts", "split", "columns")),
+    )
 
 
 @dataclass(frozen=True)
@@ -31,54 +43,59 @@ class Variant:
     Args:
         row_tiles: tiles of 8 rows of x that a warp sums.
         groups: of so many rows, side by side in a CTA.
-        x_warps: that bring x into shared memory.
-        max_warps: that sum: `groups` for each tile of 16 weight rows.
-        ctas: on a multiprocessor, that the registers allow.
+        min_ctas: on a multiprocessor, that the registers of 8 warps allow.
     """
 
     row_tiles: int
     groups: int
-    x_warps: int
-    max_warps: int
-    ctas: int
+    min_ctas: int
 
-    def name(self, epilogue: Epilogue, norm: bool) -> str:
+    def name(self, epilogue: Epilogue) -> str:
         """The kernel's name in the cubin."""
-        cut = (self.row_tiles, self.groups, self.x_warps, self.max_warps)
-        return f"wide_{int(epilogue)}_{int(norm)}_" + "_".join(map(str, cut))
+        return f"wide_{int(epilogue)}_{self.row_tiles}_{self.groups}"
 
     @property
     def columns(self) -> int:
         """Rows of x that a CTA takes."""
         return 8 * self.row_tiles * self.groups
 
-    @property
-    def max_tiles(self) -> int:
-        """Of 16 weight rows, in a unit."""
-        return self.max_warps // self.groups
 
-    def slot_bytes(self, unit_tiles: int) -> int:
-        """Of the ring: a chunk of each of two parts."""
-        return 2 * (1024 * unit_tiles + 64 * self.columns)
-
-    @property
-    def sum_bytes(self) -> int:
-        """Of a pair's sums in fp32."""
-        return 4 * self.columns * (16 * self.max_tiles + 4)
-
-
-ROWS_16, ROWS_32, ROWS_64 = Variant(2, 1, 2, 8, 2), Variant(4, 1, 2, 8, 2), Variant(8, 1, 4, 8, 1)
-ROWS_64_HIGH, ROWS_128 = Variant(8, 1, 4, 14, 1), Variant(8, 2, 4, 12, 1)
-VARIANTS = (ROWS_16, ROWS_32, ROWS_64, ROWS_64_HIGH, ROWS_128)
-BY_ROWS = ((ROWS_16,), (ROWS_32,), (ROWS_64, ROWS_64_HIGH), (ROWS_128, ROWS_64_HIGH, ROWS_64))
+ROWS_16, ROWS_32, ROWS_64, ROWS_128 = Variant(2, 1, 2), Variant(4, 1, 1), Variant(8, 1, 1), Variant(8, 2, 1)
+VARIANTS = (ROWS_16, ROWS_32, ROWS_64, ROWS_128)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A kernel, and the tiles of 16 weight rows in a unit, an even number."""
+    """How a kernel takes a product.
+
+    Args:
+        variant: the kernel.
+        unit_tiles: tiles of 16 weight rows in a unit, an even number.
+        split: pairs of parts of K that are summed side by side: 1 or all.
+        cluster: CTAs that share the reads of x.
+        half: a CTA takes half of an SM's shared memory, so that the next product's finds room for its ring.
+    """
 
     variant: Variant
     unit_tiles: int
+    split: int
+    cluster: int = 1
+    half: bool = False
+
+    @property
+    def warps(self) -> int:
+        """That sum."""
+        return self.unit_tiles // 2 * self.variant.groups * self.split
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the ring."""
+        return 2 * self.split * (1024 * self.unit_tiles + 64 * self.variant.columns)
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of a unit's sums in fp32."""
+        return 4 * self.split * self.variant.columns * (16 * self.unit_tiles + 4)
 
 
 @dataclass(frozen=True)
@@ -86,69 +103,95 @@ class Device:
     """What the choice of a kernel asks of a card.
 
     Args:
-        sms: multiprocessors that clusters fill.
+        sms: multiprocessors.
         shared_bytes: of shared memory for a CTA alone on one, and for each of two; empty: the card has no clusters.
+        clusters: the card holds at once, no more than one CTA of them on an SM, by their size.
     """
 
     sms: int
     shared_bytes: tuple[int, ...]
+    clusters: Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Clusters of `pairs` CTAs: `walk` for each of `groups` groups of rows of x; each takes `turns` units at most."""
+    """Clusters: `walk` for each of `groups` groups of rows of x; each takes `turns` times units at most."""
 
-    pairs: int
     groups: int
     walk: int
     turns: int
 
 
-def grid(cut: Cut, rows: int, tiles: int, parts: int, sms: int) -> Grid:
+def grid(cut: Cut, rows: int, tiles: int, device: Device) -> Grid:
     """The clusters that are on the card at once, if there is work for them, each with as many units as the others."""
-    pairs, groups, units = -(-parts // 2), -(-rows // cut.variant.columns), -(-tiles // cut.unit_tiles)
-    turns = -(-units // max(1, sms // pairs // groups))
-    return Grid(pairs, groups, -(-units // turns), turns)
+    groups, units = -(-rows // cut.variant.columns), -(-tiles // cut.unit_tiles)
+    work = -(-units // cut.cluster)
+    turns = -(-work // max(1, device.clusters(cut.cluster) // groups))
+    return Grid(groups, -(-work // turns), turns)
 
 
 def slots(cut: Cut, device: Device) -> int:
     """Of the ring."""
-    room = device.shared_bytes[cut.variant.ctas - 1] - HEADER_BYTES - cut.variant.sum_bytes
-    return min(MAX_SLOTS, room // cut.variant.slot_bytes(cut.unit_tiles))
+    room = device.shared_bytes[int(cut.half)] - BARRIER_BYTES - cut.sum_bytes
+    return min(MAX_SLOTS, room // cut.slot_bytes)
 
 
 def shared_bytes(cut: Cut, device: Device) -> int:
     """Of one CTA."""
-    ring = slots(cut, device) * cut.variant.slot_bytes(cut.unit_tiles)
-    return HEADER_BYTES + ring + cut.variant.sum_bytes
+    return BARRIER_BYTES + slots(cut, device) * cut.slot_bytes + cut.sum_bytes
 
 
-def cost(cut: Cut, rows: int, tiles: int, parts: int, device: Device) -> float:
-    """What the busiest multiprocessor waits for: weights from DRAM, or these and rows of x through the L2."""
-    there = grid(cut, rows, tiles, parts, device.sms)
-    weights, x = 16 * cut.unit_tiles, cut.variant.columns
-    together = max(1, there.groups if there.groups * there.pairs <= device.sms else 1)  # find weights in the L2
-    return there.turns * max(weights / together / DRAM_RATE, (weights + x) / L2_RATE)
+def cost(cut: Cut, rows: int, tiles: int, width: int, device: Device) -> float:
+    """Microseconds that the busiest multiprocessor needs by what it waits for most."""
+    there = grid(cut, rows, tiles, device)
+    weights, x = 32 * cut.unit_tiles * width, 2 * cut.variant.columns * width  # bytes of a unit
+    crowd = there.walk * there.groups * cut.cluster / device.sms  # of SMs that work: alone, one gets more
+    pairs = cut.variant.groups * weights / 4096  # chunks of two tiles and two parts that warps sum
+    in_flight = (slots(cut, device) - 1) * cut.slot_bytes
+    waits = (  # nanoseconds
+        weights / (there.groups if there.groups <= device.sms else 1) * crowd / DRAM_RATE,
+        (weights + x / cut.cluster) * crowd / L2_RATE,
+        (weights + x) / min(TAKE_RATE, in_flight / LATENCY_NS),
+        (weights + x + pairs * (4096 + 1024 * cut.variant.row_tiles)) / SHARED_RATE,
+        pairs / cut.warps * (WARP_NS + ALONE_NS * cut.variant.row_tiles),
+        pairs / 4 * TENSOR_NS * cut.variant.row_tiles,
+    )
+    most = max(waits)
+    one = (most + (1 - OVERLAP) * (sum(waits) - most)) / 1e3 + UNIT_US
+    return there.turns * one + (0 if cut.half else SEAM_US)
 
 
-def cuts(rows: int, device: Device) -> list[Cut]:
+def cuts(rows: int, parts: int, device: Device) -> list[Cut]:
     """All that take `rows` rows of x with few columns to spare."""
-    variants = next((several for several in BY_ROWS if rows <= several[0].columns), BY_ROWS[-1])
-    found = [Cut(v, tiles) for v in variants for tiles in range(v.max_tiles, 0, -2)]
-    return list(dict.fromkeys(cut for cut in found if slots(cut, device) >= MIN_SLOTS))
+    smallest = next((v for v in VARIANTS if rows <= v.columns), VARIANTS[-1])
+    variants = (smallest, ROWS_64) if smallest is ROWS_128 else (smallest,)
+    found = [
+        Cut(variant, tiles, split, cluster, half)
+        for variant in variants
+        for split in dict.fromkeys((1, -(-parts // 2)))
+        for tiles in range(2 * (MAX_WARPS // variant.groups // split), 0, -2)
+        for cluster in (1, 2, 4)
+        for half in (False, True)
+    ]
+    return [cut for cut in found if slots(cut, device) >= MIN_SLOTS]
 
 
 def choose(rows: int, tiles: int, width: int, parts: int, device: Device) -> Cut | None:
     """The cut for `rows` rows of x and `tiles` tiles of weight rows; None: skinny_gemm.cuh is better."""
     if rows < FROM_ROWS or not device.shared_bytes or tiles * 32 * width <= IN_L2:
         return None
-    return min(cuts(rows, device), key=lambda cut: cost(cut, rows, tiles, parts, device))
+    return _best(rows, tiles, width, parts, device)
+
+
+@functools.lru_cache(4096)
+def _best(rows: int, tiles: int, width: int, parts: int, device: Device) -> Cut:
+    return min(cuts(rows, parts, device), key=lambda cut: cost(cut, rows, tiles, width, device))
 
 
 @functools.cache
 def _module(epilogue: Epilogue, device: int) -> driver.Module:
-    card = _device(device)
-    functions = [(v.name(epilogue, norm), max(card.shared_bytes)) for norm in norms(epilogue) for v in VARIANTS]
+    functions = [(f"order_{int(norm)}", 0) for norm in norms(epilogue)]
+    functions += [(v.name(epilogue), max(_device(device).shared_bytes)) for v in VARIANTS]
     return driver.Module(build.compiled(capability(), [build.wide(int(epilogue))])[0], device, functions)
 
 
@@ -164,14 +207,24 @@ def _stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
+def _ordered(device: int, elements: int) -> torch.Tensor:
+    return torch.empty(elements, dtype=torch.bfloat16, device=torch.device("cuda", device))
+
+
 @functools.cache
 def _device(device: int) -> Device:
     properties = torch.cuda.get_device_properties(device)
+    sms = properties.multi_processor_count
     # The system takes 1 KB of each CTA.
     alone, half = (properties.shared_memory_per_multiprocessor // ctas - 1024 for ctas in (1, 2))
-    # A cluster lies in one group of multiprocessors, of which a card has several of unlike size: 132 in all on an H200.
-    sms = properties.multi_processor_count // 16 * 16
-    return Device(sms, (alone, half) if capability() == 90 else ())
+
+    @functools.cache
+    def clusters(size: int) -> int:
+        # A cluster lies in one group of multiprocessors, of which a card has several of unlike size.
+        function = _module(Epilogue.ADD, device).functions[ROWS_64.name(Epilogue.ADD)]
+        return function.most_clusters(size, 32 * (MAX_WARPS + 1), alone)
+
+    return Device(sms, (alone, half) if capability() == 90 else (), clusters)
 
 
 def cut_for(epilogue: Epilogue, norm: bool, params: Params, device: int) -> Cut | None:
@@ -182,25 +235,30 @@ def cut_for(epilogue: Epilogue, norm: bool, params: Params, device: int) -> Cut 
 
 def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, cut: Cut, override: Override) -> None:
     """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows."""
-    parts, per_part = split_k(params.K, norm)
+    parts, _ = split_k(params.K, norm)
     card = _device(device)
     tiles = -(-params.N // (8 if epilogue is Epilogue.GATE_UP else 16))
-    there = grid(cut, params.M, tiles, parts, card.sms)
+    there = grid(cut, params.M, tiles, card)
     params.tiles = tiles + tiles % 2
-    params.chunks_per_part = per_part
     params.m_groups = there.groups
     params.slots = slots(cut, card)
     params.evict_first = int(override.evict_first and there.groups == 1)
-    if params.slots < MIN_SLOTS or cut.unit_tiles % 2 or cut.unit_tiles > cut.variant.max_tiles:
-        raise ValueError(f"{cut}: {params.slots} slots; expected {MIN_SLOTS}, tiles in pairs that the kernel takes")
-    name = cut.variant.name(epilogue, norm)
-    _module(epilogue, device).functions[name].launch(
-        there.pairs * there.groups * there.walk,
-        32 * (cut.unit_tiles * cut.variant.groups + cut.variant.x_warps + 1),
+    if params.slots < MIN_SLOTS or cut.unit_tiles % 2 or cut.warps > MAX_WARPS or cut.split not in (1, -(-parts // 2)):
+        raise ValueError(f"{cut}: {params.slots} slots, {parts} parts; expected tiles in pairs that the kernel takes")
+    chunks, columns = params.K // 32, cut.variant.columns
+    ordered = _ordered(device, there.groups * columns * params.K)
+    wide = WideParams(params, ordered.data_ptr(), parts, cut.split, columns)
+    pdl = pdl_enabled() if override.pdl is None else override.pdl
+    functions, stream = _module(epilogue, device).functions, _stream(device)
+    order_ctas = -(-params.M // 8) * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
+    functions[f"order_{int(norm)}"].launch(order_ctas, 32 * ORDER_WARPS, 0, stream, wide, pdl=pdl)
+    functions[cut.variant.name(epilogue)].launch(
+        there.groups * there.walk * cut.cluster,
+        32 * (cut.warps + 1),
         shared_bytes(cut, card),
-        _stream(device),
-        WideParams(params, parts),
-        pdl=pdl_enabled() if override.pdl is None else override.pdl,
-        cluster=there.pairs,
+        stream,
+        wide,
+        pdl=pdl,
+        cluster=cut.cluster,
     )
     launched(settles=epilogue is Epilogue.QKV)  # as wide_gemm.cuh does

@@ -1,20 +1,18 @@
 """Times the CUDA C++ products of 9 and more rows beside the kernels for few rows, weights cold. By hand, on a GPU:
 
-    python -P tests/benchmarks/wide_gemm_bench.py
+    python tests/benchmarks/wide_gemm_bench.py
 
-First every cut's bits are compared with the other kernels'. Names of cuts: rows a CTA takes x weight rows of a unit;
-`KB` at the end: shared memory that a CTA may take, where it is another than what serving takes.
+First every cut's bits are compared with the other kernels'. Names of cuts: rows a CTA takes x weight rows of a unit /
+pairs of parts side by side, c: CTAs of a cluster, h: half of an SM's shared memory. Then chains as the model cuts them
+and with some cuts forbidden; each product by every cut, the fastest first; and chains with each product's fastest cut.
 """
 
-import contextlib
 import dataclasses
 import functools
-import importlib.util
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
+import skinny_gemm_bench as bench
 import torch
 
 from slipstream.kernels.cuda import launch, skinny_gemm, wide_launch
@@ -78,63 +76,53 @@ class Product:
 
 
 def name(cut: Cut) -> str:
-    return f"{cut.variant.columns}x{16 * cut.unit_tiles}"
+    half = "h" if cut.half else ""
+    return f"{cut.variant.columns}x{16 * cut.unit_tiles}/{cut.split}c{cut.cluster}{half}"
 
 
-def cuts(rows: int) -> list[Cut]:
-    """Not the lowest units: they read x most often."""
-    found = wide_launch.cuts(rows, wide_launch._device(torch.cuda.current_device()))
-    return [cut for cut in found if cut.unit_tiles >= 4]
-
-
-@contextlib.contextmanager
-def shared_bytes_of(shared: tuple[int, int] | None) -> Iterator[None]:
-    """A card on which a CTA may take so much shared memory: alone on a multiprocessor, beside another."""
-    kept = wide_launch._device
-    if shared is not None:
-        card = dataclasses.replace(kept(torch.cuda.current_device()), shared_bytes=shared)
-        wide_launch._device = lambda device: card
-    try:
-        yield
-    finally:
-        wide_launch._device = kept
+def cuts(product: Product, rows: int) -> list[Cut]:
+    """Not those with one or two warps."""
+    parts = launch.split_k(product.k, product.op != "add")[0]
+    found = wide_launch.cuts(rows, parts, wide_launch._device(torch.cuda.current_device()))
+    return [cut for cut in found if cut.warps >= 3]
 
 
 def check(product: Product) -> None:
     compared, wrong = 0, []
-    for rows in (9, 16, 23, 32, 61, 64, 100, 128, 250):
+    for rows in (9, 16, 29, 61, 100, 250):
         expected = product.run(rows, OLD)
-        for cut in cuts(rows):
-            for pdl in (False, True):
-                found = product.run(rows, Override(wide=cut, pdl=pdl))
-                torch.cuda.synchronize()
-                compared += 1
-                if not all(a.equal(b) for a, b in zip(found, expected, strict=True)):
-                    wrong.append(f"{rows} rows {name(cut)} pdl={pdl}")
+        for i, cut in enumerate(cuts(product, rows)):
+            found = product.run(rows, Override(wide=cut, pdl=(i + rows) % 2 == 0))
+            torch.cuda.synchronize()
+            compared += 1
+            if not all(a.equal(b) for a, b in zip(found, expected, strict=True)):
+                wrong.append(f"{rows} rows {name(cut)}")
     words = f"OTHER BITS {len(wrong)}: {wrong[:6]}" if wrong else "all bits equal"
     print(f"{product.op} {product.n} x {product.k}: {compared} compared, {words}", flush=True)
 
 
-def shapes(product: Product, bench: Any) -> None:
+def shapes(product: Product, best: dict[tuple[int, int, int], Cut | None]) -> None:
+    """Fills `best`: by rows, tiles and K the fastest cut, None for the old kernels."""
     device = wide_launch._device(torch.cuda.current_device())
+    tiles = -(-product.n // 16)
     for rows in ROWS:
-        cases = [("old", OLD, None), *((name(cut), Override(wide=cut), None) for cut in cuts(rows))]
-        if rows == 16:
-            alone, _ = device.shared_bytes
-            best = cuts(rows)[0]
-            cases.append((f"{name(best)} 80KB", Override(wide=best), (alone, 80 << 10)))
-            cases.append((f"{name(best)} {alone >> 10}KB", Override(wide=best), (alone, alone)))
-            cases.append((f"{name(best)} no PDL", Override(wide=best, pdl=False), None))
-        line = f"{product.op:7} {product.n:6}x{product.k:<5} M={rows:<3}"
-        for words, override, shared in cases:
-            with shared_bytes_of(shared):
-                work = functools.partial(product.all_weights, rows, override)
-                us = bench.seconds_per_replay(work, 5) / len(product.weights) * 1e6
-            line += f" | {words} {us:.1f} ({product.bytes / us / 1e6:.2f})"
-        tiles = -(-product.n // 16)
-        parts = launch.split_k(product.k, product.op != "add")[0]
-        chosen = min(cuts(rows), key=lambda cut: wide_launch.cost(cut, rows, tiles, parts, device))
-        print(f"{line} | model: {name(chosen)}", flush=True)
+        cases = [("old", None), *((name(cut), cut) for cut in cuts(product, rows))]
+        times: list[tuple[float, str, Cut | None]] = []
+        for words, cut in cases:
+            work = functools.partial(product.all_weights, rows, OLD if cut is None else Override(wide=cut))
+            times.append((bench.seconds_per_replay(work, 5) / len(product.weights) * 1e6, words, cut))
+        chosen = min((c for _, c in cases[1:]), key=lambda c: wide_launch.cost(c, rows, tiles, product.k, device))
+        ranked = sorted(times, key=lambda one: one[0])
+        best[rows, tiles, product.k] = ranked[0][2]
+        said = {words: us for us, words, _ in ranked[:5]}
+        for group in ("c1h", "c2h", "c4h", "c1", "c2", "c4"):  # the fastest of each
+            said.update(next(({w: us} for us, w, _ in ranked if w.endswith(group)), {}))
+        shown = " | ".join(f"{w} {us:.1f}" for w, us in sorted(said.items(), key=lambda one: one[1]))
+        us = next(us for us, words, _ in times if words == name(chosen))
+        model = wide_launch.cost(chosen, rows, tiles, product.k, device)
+        old = f"old {times[0][0]:.1f}, best {product.bytes / ranked[0][0] / 1e6:.2f} TB/s"
+        line = f"{product.op:7} {product.n:6}x{product.k:<5} M={rows:<3} {old} | {shown}"
+        print(f"{line} | model: {name(chosen)} {us:.1f} (said {model:.1f})", flush=True)
 
 
 def clusters() -> None:
@@ -142,74 +130,84 @@ def clusters() -> None:
     index = torch.cuda.current_device()
     device = wide_launch._device(index)
     for variant in wide_launch.VARIANTS:
-        cut = Cut(variant, variant.max_tiles)
-        function = wide_launch._module(launch.Epilogue.ADD, index).functions[variant.name(launch.Epilogue.ADD, False)]
-        threads = 32 * (variant.max_warps + variant.x_warps + 1)
-        shared = wide_launch.shared_bytes(cut, device)
-        found = []
-        for size in (1, 2, 3, 4, 5, 6, 8):
-            try:
-                found.append(f"{size}: {function.most_clusters(size, threads, shared)}")
-            except RuntimeError as error:
-                found.append(f"{size}: {error}")
-        words = f"{threads} threads, {shared >> 10} KB, {wide_launch.slots(cut, device)} slots"
-        print(f"{name(cut)}: {words}; clusters by size {', '.join(found)}", flush=True)
+        for half in (False, True):
+            cut = Cut(variant, 2, 4 // variant.groups, half=half)
+            function = wide_launch._module(launch.Epilogue.ADD, index).functions[variant.name(launch.Epilogue.ADD)]
+            shared = wide_launch.shared_bytes(cut, device)
+            found = ", ".join(f"{n}: {function.most_clusters(n, 32 * (cut.warps + 1), shared)}" for n in (1, 2, 4))
+            print(
+                f"{name(cut)}: {shared >> 10} KB, {wide_launch.slots(cut, device)} slots; clusters {found}", flush=True
+            )
 
 
-def chains(bench: Any) -> None:
-    alone, half = wide_launch._device(torch.cuda.current_device()).shared_bytes
-    kept = wide_launch.FROM_ROWS
-    for words, made in (
-        ("SmolLM2", lambda: bench.Chain(30, 576, Heads(9, 3, 64), 1536, 49152)),
-        ("8B", lambda: bench.Chain(32, 4096, HEADS, 14336, 128256)),
-    ):
-        chain = made()
-        for rows in (16, 32, 64, 128):
-            x = torch.randn(rows, chain.hidden, device="cuda").bfloat16()
-            line = f"chain {words} M={rows:<3}"
-            results = []
-            for label, from_rows, shared, override in (
-                ("old", 1 << 30, None, Override()),
-                ("wide", 9, None, Override()),
-                ("wide, no PDL", 9, None, Override(pdl=False)),
-                ("wide, 80 KB", 9, (alone, 80 << 10), Override()),
-                ("wide, 1 CTA an SM", 9, (alone, alone), Override()),
-                ("wide, 160 KB", 9, (160 << 10, half), Override()),
-                ("wide, evict normal", 9, None, Override(evict_first=False)),
-            ):
-                if (rows > 32 and shared and shared[0] == alone) or (rows <= 32 and shared and shared[0] != alone):
-                    continue  # changes nothing there
-                wide_launch.FROM_ROWS = from_rows
-                with shared_bytes_of(shared):
-                    work = functools.partial(chain.forward, x, skinny_gemm, override=override)
-                    ms = bench.seconds_per_replay(work, 5) * 1e3
-                    results.append(work())
-                line += f" | {label} {ms:.3f} ({chain.bytes / ms / 1e9:.2f})"
-            same = all(one.equal(results[0]) for one in results)
-            print(f"{line} | bits equal: {same}", flush=True)
-        wide_launch.FROM_ROWS = kept
-        chain = None
-        torch.cuda.empty_cache()
+def chains(sizes: str, choices: dict[str, Callable[..., Cut | None] | None]) -> None:
+    """choices: by a name what takes the place of wide_launch.choose; None: the old kernels."""
+    made = {
+        "SmolLM2": lambda: bench.Chain(30, 576, Heads(9, 3, 64), 1536, 49152),
+        "8B": lambda: bench.Chain(32, 4096, HEADS, 14336, 128256),
+    }
+    kept = wide_launch.choose
+    chain = made[sizes]()
+    for rows in (16, 32, 64, 128):
+        x = torch.randn(rows, chain.hidden, device="cuda").bfloat16()
+        line = f"chain {sizes} M={rows:<3}"
+        results = []
+        for label, choice in choices.items():
+            wide_launch.choose = (lambda *given: None) if choice is None else choice
+            override = Override(pdl=False) if "no PDL" in label else Override()
+            work = functools.partial(chain.forward, x, skinny_gemm, override=override)
+            ms = bench.seconds_per_replay(work, 5) * 1e3
+            results.append(work())
+            line += f" | {label} {ms:.3f} ({chain.bytes / ms / 1e9:.2f})"
+        same = all(one.equal(results[0]) for one in results)
+        print(f"{line} | bits equal: {same}", flush=True)
+    wide_launch.choose = kept
+    del chain
+    torch.cuda.empty_cache()
+
+
+def modelled(allowed: Callable[[Cut], bool]) -> Callable[..., Cut | None]:
+    """The model's choice among some cuts."""
+
+    @functools.cache
+    def choose(rows: int, tiles: int, width: int, parts: int, device: wide_launch.Device) -> Cut | None:
+        if tiles * 32 * width <= launch.IN_L2:
+            return None
+        found = [cut for cut in wide_launch.cuts(rows, parts, device) if allowed(cut)]
+        return min(found, key=lambda cut: wide_launch.cost(cut, rows, tiles, width, device))
+
+    return choose
 
 
 @torch.no_grad()
 def main() -> None:
-    # A script, not a module of a package: its neighbour is loaded by its path.
-    spec = importlib.util.spec_from_file_location("bench", Path(__file__).with_name("skinny_gemm_bench.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    bench = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(bench)
     launch.load(torch.cuda.current_device())
     print(f"compiled and loaded in {time.monotonic() - began:.1f} s", flush=True)
     clusters()
     for case in CASES:
         check(Product(*case))
     print(f"{time.monotonic() - began:.1f} s", flush=True)
-    chains(bench)
+    choices: dict[str, Callable[..., Cut | None] | None] = {
+        "old": None,
+        "wide": modelled(lambda cut: True),
+        "no PDL": modelled(lambda cut: True),
+        "whole": modelled(lambda cut: not cut.half),
+        "half": modelled(lambda cut: cut.half),
+        "c1": modelled(lambda cut: cut.cluster == 1),
+        "c2": modelled(lambda cut: cut.cluster == 2),
+    }
+    chains("SmolLM2", dict(list(choices.items())[:3]))
+    chains("8B", choices)
     print(f"{time.monotonic() - began:.1f} s", flush=True)
+    best: dict[tuple[int, int, int], Cut | None] = {}
     for case in CASES:
-        shapes(Product(*case), bench)
+        shapes(Product(*case), best)
+        print(f"{time.monotonic() - began:.1f} s", flush=True)
+
+    def fastest(rows: int, tiles: int, width: int, parts: int, device: wide_launch.Device) -> Cut | None:
+        return best.get((rows, tiles, width))
+
+    chains("8B", {"old": None, "fastest cuts": fastest, "no PDL": fastest})
     print(f"done in {time.monotonic() - began:.1f} s")
 
 

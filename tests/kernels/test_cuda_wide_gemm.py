@@ -1,5 +1,6 @@
 """The CUDA C++ products of 9 and more rows give the bits of those for few: on an emulated GPU, or on a real one."""
 
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 
 from slipstream.kernels.cuda import launch, wide_launch
 from slipstream.kernels.cuda.launch import Epilogue, Override
-from slipstream.kernels.cuda.wide_launch import Cut, Variant
+from slipstream.kernels.cuda.wide_launch import ROWS_16, ROWS_32, ROWS_64, ROWS_128, Cut, Device, Variant
 from slipstream.kernels.norm_qkv import Heads
 
 Load = Callable[[Path], ModuleType]
@@ -53,61 +54,70 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 def test_lists_of_kernels_agree() -> None:
     source = (Path(launch.__file__).parent / "wide_gemm.cu").read_text()
-    compiled = re.findall(r"WIDE\(EPILOGUE, NORM, (\d+), (\d+), (\d+), (\d+), (\d+)\)", source)
-    listed = [(v.row_tiles, v.groups, v.x_warps, v.max_warps, v.ctas) for v in wide_launch.VARIANTS]
+    compiled = re.findall(r"WIDE\(EPILOGUE, (\d+), (\d+), (\d+)\)", source)
+    listed = [(v.row_tiles, v.groups, v.min_ctas) for v in wide_launch.VARIANTS]
     assert [tuple(map(int, numbers)) for numbers in compiled] == listed
 
 
-EVERY_KERNEL = [
-    *(("add", False, variant, 37) for variant in wide_launch.VARIANTS),
-    *(("store", norm, wide_launch.ROWS_16, k) for norm in (False, True) for k in (1, 5, 18)),
-    ("gate_up", True, wide_launch.ROWS_32, 18),
-    ("qkv", False, wide_launch.ROWS_16, 9),
-    ("qkv", True, wide_launch.ROWS_32, 37),
-    ("store", True, wide_launch.ROWS_128, 18),
-    ("gate_up", True, wide_launch.ROWS_64_HIGH, 9),
+def card(sms: int = 132) -> Device:
+    return Device(sms, (227 << 10, 113 << 10), lambda size: {1: sms, 2: sms // 2}.get(size, sms // 4 - 3))
+
+
+EVERY_KERNEL = [  # op, norm, kernel, chunks of K, pairs side by side (0: all), CTAs of a cluster
+    *(("add", False, variant, 37, 1, 2) for variant in wide_launch.VARIANTS),
+    *(("store", norm, ROWS_16, k, 0, 1) for norm in (False, True) for k in (1, 5, 18)),
+    ("gate_up", True, ROWS_32, 18, 0, 4),
+    ("qkv", False, ROWS_16, 9, 1, 1),
+    ("qkv", True, ROWS_32, 37, 0, 2),
+    ("store", True, ROWS_128, 3, 0, 1),
+    ("gate_up", True, ROWS_64, 9, 1, 4),
 ]
 
 
-@pytest.mark.parametrize(("op", "norm", "variant", "chunks"), EVERY_KERNEL)
+@pytest.mark.parametrize(("op", "norm", "variant", "chunks", "split", "cluster"), EVERY_KERNEL)
 def test_every_kernel_gives_the_bits_of_the_others(
-    emulator: Any, products: ModuleType, op: str, norm: bool, variant: Variant, chunks: int
+    emulator: Any, products: ModuleType, op: str, norm: bool, variant: Variant, chunks: int, split: int, cluster: int
 ) -> None:
     """Parts of unequal length, a last pair of one part (9 chunks without a norm), one part in all; several units a
-    cluster, the last one short; rows and outputs that are no multiple of 8; two groups of rows (ROWS_16)."""
-    rows = 29 if variant is wide_launch.ROWS_16 else variant.columns - 3
+    CTA, the last one short, CTAs of a cluster without one; rows and outputs that are no multiple of 8; two groups of
+    rows (ROWS_16)."""
+    rows = 29 if variant is ROWS_16 else variant.columns - 3
     case = products.Case(op, rows, 70, 32 * chunks, norm=norm, sums=norm and chunks > 5)
-    cut = Cut(variant, variant.max_tiles // 4 * 2)
+    pairs = -(-launch.split_k(32 * chunks, norm)[0] // 2)
+    cut = Cut(variant, 4 if split == 1 else 2, split or pairs, cluster)
     found = case.run(products.KERNEL, override=Override(wide=cut))
-    assert emulator.names[-1] == variant.name(EPILOGUES[op], norm)
+    assert emulator.names[-2:] == [f"order_{int(norm)}", variant.name(EPILOGUES[op])]
     assert emulator.faults == 0
     assert (emulator.reads == emulator.groups).all()
     same(found, case.run(products.KERNEL, override=OLD))
 
 
 @pytest.mark.parametrize("tiles", [3, 60, 256, 1792, 8016])
-def test_a_cut_fits_the_card_and_its_clusters_share_the_work(tiles: int) -> None:
-    card = wide_launch.Device(128, (227 << 10, 113 << 10))
+def test_a_cut_fits_the_card_and_its_ctas_share_the_work(tiles: int) -> None:
+    device = card()
     for k, norm in ((576, True), (1536, False), (4096, True), (14336, False)):
         parts, _ = launch.split_k(k, norm)
         for rows in (9, 16, 17, 33, 64, 65, 128, 130, 1000):
-            for cut in wide_launch.cuts(rows, card):
-                there = wide_launch.grid(cut, rows, tiles, parts, card.sms)
-                units = -(-tiles // cut.unit_tiles)
-                assert (there.turns - 1) * there.walk < units <= there.turns * there.walk
+            for cut in wide_launch.cuts(rows, parts, device):
+                there = wide_launch.grid(cut, rows, tiles, device)
+                work = -(-math.ceil(tiles / cut.unit_tiles) // cut.cluster)
+                assert (there.turns - 1) * there.walk < work <= there.turns * there.walk
                 assert there.groups * cut.variant.columns >= rows
-                assert there.pairs * there.groups * there.walk <= max(card.sms, there.pairs * there.groups)
-                assert wide_launch.shared_bytes(cut, card) <= card.shared_bytes[cut.variant.ctas - 1]
-                assert cut.unit_tiles * cut.variant.groups <= cut.variant.max_warps
+                assert there.groups * there.walk <= max(device.clusters(cut.cluster), there.groups)
+                assert wide_launch.shared_bytes(cut, device) <= device.shared_bytes[int(cut.half)]
+                assert cut.warps <= wide_launch.MAX_WARPS
 
 
 def test_it_is_chosen_for_weights_in_dram_where_the_card_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = wide_launch.Device(128, (227 << 10, 113 << 10))
-    assert wide_launch.choose(16, 256, 4096, 8, card) is None  # not timed yet
+    assert wide_launch.choose(16, 256, 4096, 8, card()) is None  # not timed yet
     monkeypatch.setattr(wide_launch, "FROM_ROWS", 9)
-    chosen = wide_launch.choose(16, 256, 4096, 8, card)
-    assert chosen == Cut(wide_launch.ROWS_16, 8)
-    for rows, tiles, device in ((8, 256, card), (16, 16, card), (16, 256, wide_launch.Device(128, ()))):
+    for rows in (9, 64, 128, 1000):  # 4096 weight rows: many SMs have work only if a CTA takes few
+        chosen = wide_launch.choose(rows, 256, 4096, 8, card())
+        assert chosen is not None
+        there = wide_launch.grid(chosen, rows, 256, card())
+        assert there.groups * there.walk * chosen.cluster >= 60
+    without = Device(132, (), lambda size: 132)
+    for rows, tiles, device in ((8, 256, card()), (16, 16, card()), (16, 256, without)):
         assert wide_launch.choose(rows, tiles, 4096, 8, device) is None
 
 
@@ -129,8 +139,9 @@ def test_gpu_rows_keep_their_bits_in_every_cut(
     case = products.Case(op, 150, n, k, "cuda", norm=norm, sums=True)
     whole = case.run(products.KERNEL, override=OLD)
     products.same_but_for_rounding(whole, case.run(products.TWIN))
+    parts, _ = launch.split_k(k, norm)
     for rows in (1, 2, 3, 8, 9, 15, 16, 17, 32, 33, 63, 64, 65, 100, 127, 128, 129, 150):
-        overrides = [OLD, *(Override(wide=cut, pdl=rows % 2 == 0) for cut in wide_launch.cuts(rows, device))]
+        overrides = [OLD, *(Override(wide=cut, pdl=rows % 2 == 0) for cut in wide_launch.cuts(rows, parts, device))]
         for override in overrides:
             part = case.first(rows).run(products.KERNEL, override=override)
             for name, value in part.items():

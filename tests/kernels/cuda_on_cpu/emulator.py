@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slipstream.kernels.cuda import int4_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
@@ -16,7 +17,7 @@ _HERE = Path(__file__).parent
 _SOURCES = Path(cuda_launch.__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
 BULK_BYTES = 84 << 10  # rings of four to nine slots
-WIDE_BYTES = (116 << 10, 64 << 10)  # rings of two to four
+WIDE_BYTES = (160 << 10, 80 << 10)  # rings of two and more
 
 
 def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
@@ -65,7 +66,7 @@ class Emulator:
         monkeypatch.setattr(cuda_launch, "_device", lambda device: cuda_launch.Device(sms=2, bulk_bytes=bulk_bytes))
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
-        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, ()))
+        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, (), lambda size: 2))
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
@@ -137,17 +138,28 @@ class WideEmulator(Emulator):
     def install(
         self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: tuple[int, ...] = WIDE_BYTES
     ) -> None:
+        card = wide_launch.Device(sms, shared_bytes, lambda size: sms // size)
         monkeypatch.setattr(wide_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
         monkeypatch.setattr(wide_launch, "_stream", lambda device: 0)
-        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(sms, shared_bytes))
+        monkeypatch.setattr(wide_launch, "_device", lambda device: card)
+        monkeypatch.setattr(wide_launch, "_ordered", lambda device, elements: self._ordered(elements))
         monkeypatch.setattr(wide_launch, "pdl_enabled", lambda: False)
+
+    def _ordered(self, elements: int) -> torch.Tensor:
+        self._elements = elements
+        return torch.full((elements,), torch.nan, dtype=torch.bfloat16)
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
     ) -> None:
-        common = params.common
+        common = Params.from_buffer_copy(params.common)
         pieces = (common.tiles, common.K // 32, 64)
+        before = 0 if name.startswith("order") else self.faults  # the launch that ordered x
+        if not name.startswith("order"):  # reads that alone
+            common.x, common.norm_weight = params.x_ordered, 0
+            common.M, common.x_stride = self._elements // common.K, common.K
         self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
+        self.faults += before
 
 
 class _Module:

@@ -325,6 +325,38 @@ inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
 inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 
 
+inline void check_running(uint32_t address) {
+    const unsigned first = address / (4 * SHARED_FLOATS) * blockDim.x;
+    for (unsigned i = first; i < first + blockDim.x; ++i) {
+        if (!emulator::lanes[i].done) return;
+    }
+    ++emulator::outside_reads;
+}
+inline void copies_see_memory() {}
+inline void store_16(bf16* to, uint4 v) {
+    if (reinterpret_cast<uintptr_t>(to) % 16) ++emulator::outside_reads;
+    if (!emulator::waited[emulator::current]) ++emulator::unwaited_reads;
+    memcpy(to, &v, 16);
+}
+// x, which the kernel before writes (range 0).
+inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t, int ctas) {
+    const char* at = reinterpret_cast<const char*>(from);
+    const emulator::Lane& lane = emulator::lanes[emulator::current];
+    const bool inside = at >= emulator::activation_begin[0] && at + bytes <= emulator::activation_end[0];
+    if (!emulator::waited[emulator::current] || !lane.in_cluster) ++emulator::unwaited_reads;
+    if (!inside || to % 16 || bytes <= 0 || bytes % 16 || ctas != emulator::cluster_ctas) {
+        ++emulator::outside_reads;
+        return;
+    }
+    for (int rank = 0; rank < ctas; ++rank) {
+        const uint32_t moved = 4 * SHARED_FLOATS * (rank - int(emulated_rank()));
+        check_running(to + moved);
+        std::fill(shared + (to + moved) / 4, shared + (to + moved + bytes) / 4, NAN);
+        emulator::copies.push_back({to + moved, barrier + moved, at, bytes,
+                                    emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+    }
+}
+
 inline int opaque(int v) { return v; }
 inline float* own_shared(float* all) { return all + emulated_rank() * SHARED_FLOATS; }
 inline int cluster_rank() { return emulated_rank(); }
@@ -350,30 +382,14 @@ inline uint32_t cluster_address(uint32_t address, int rank) {
     }
     return address + 4 * SHARED_FLOATS * (rank - int(emulated_rank()));
 }
-inline void check_running(uint32_t address) {
-    const unsigned first = address / (4 * SHARED_FLOATS) * blockDim.x;
-    for (unsigned i = first; i < first + blockDim.x; ++i) {
-        if (!emulator::lanes[i].done) return;
-    }
-    ++emulator::outside_reads;
-}
 inline float& float_in_shared(uint32_t address) {
     if (address % 4 || address + 4 > sizeof(shared)) ++emulator::outside_reads;
     return shared[address / 4];
 }
-inline float load_cluster(uint32_t from) {
-    check_running(from);
-    return float_in_shared(from);
-}
-inline void store_cluster(uint32_t to, float v) {
-    check_running(to);
-    float_in_shared(to) = v;
-}
-inline void barrier_arrive_cluster(uint32_t barrier) {
+inline void barrier_arrive_there(uint32_t barrier) {
     check_running(barrier);
     barrier_arrive(barrier);
 }
-inline void barrier_wait_cluster(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
 inline void store_shared(uint32_t to, uint4 v) {
     if (to % 16 || to + 16 > sizeof(shared)) ++emulator::outside_reads;
     memcpy(reinterpret_cast<char*>(shared) + to, &v, 16);
