@@ -8,6 +8,8 @@ import torch
 
 from slipstream.kernels.all_gather import all_gather
 
+_NAN_BITS = 0x7FC00000
+
 
 @dataclass(frozen=True)
 class VocabularyPart:
@@ -56,7 +58,11 @@ class VocabularyPart:
 
 
 def pack_best(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """A score (fp32) and its id (int64) as one int64: the largest is the best score, of equals the lowest id."""
+    """A score (fp32) and its id (int64) as one int64: the largest is the best score, of equals the lowest id.
+
+    NaN is larger than any number, as where one rank has all columns, whatever its sign: a CPU makes negative ones.
+    """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 counts as 0.0
+    bits = bits.masked_fill(scores.isnan(), _NAN_BITS)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.long() << 32) | (0xFFFFFFFF - ids)

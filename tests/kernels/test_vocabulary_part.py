@@ -74,6 +74,22 @@ def test_an_integer_a_row_is_all_that_is_exchanged(widths):
     assert [group.sent for group in groups] == [[expected.numel()]] * len(widths)
 
 
+@pytest.mark.parametrize("nan", [float("nan"), -float("nan")])
+@pytest.mark.parametrize("widths", [(150, 151), (0, V), (V, 0)])
+def test_what_is_no_number_wins_on_all_ranks_as_on_one(nan, widths):
+    """Whatever its sign; an id behind the vocabulary, of a rank without columns, would end the engine."""
+    logits, batch, positions = case(PLAIN)
+    logits = logits.float()
+    logits[..., [140, 160, 200]] = torch.tensor(nan)
+    expected = sample(logits, batch, positions)
+    assert set(expected.flatten().tolist()) == {140}
+    found, _ = on_all_ranks(widths, lambda part: sample(logits[..., part.ids], batch, positions, part=part))
+    assert all(torch.equal(one, expected) for one in found)
+    arguments = (batch, positions[:, 0], torch.arange(V))
+    found, _ = on_all_ranks(widths, lambda part: propose_tokens(logits[:, 0, part.ids], *arguments, part=part))
+    assert all(one.tolist() == [140] * len(logits) for one in found)
+
+
 def test_filters_count_over_the_whole_vocabulary():
     logits, batch, positions = case(PLAIN + FILTERED)
     found, groups = on_all_ranks(WIDTHS, lambda part: sample(logits[..., part.ids], batch, positions, part=part))
