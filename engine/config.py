@@ -67,6 +67,12 @@ class EngineConfig:
             )
         if self.device not in ("cpu", "cuda"):
             raise SlipstreamError(f"device = {self.device!r}", expected="cpu or cuda", do="correct server.device")
+        if self.choose_steps and not self.num_steps:
+            raise SlipstreamError(
+                "K is to be chosen, and num_steps = 0",
+                expected="num_steps of 1 or more: the largest K in question; 0 is in question anyway",
+                do="raise num_steps, or set choose_steps to false",
+            )
         if self.choose_steps and not self.uses_graphs:
             raise SlipstreamError(
                 "K is to be chosen by measured times, and steps are not captured",

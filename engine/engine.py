@@ -13,6 +13,7 @@ from slipstream.engine.card_group import check_peers
 from slipstream.engine.compile_count import COMPILES
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.fit import check_parts, token_limit
 from slipstream.engine.in_flight import Flight, wait_for
 from slipstream.engine.kv_room import room_for
 from slipstream.engine.models import TargetModel
@@ -54,15 +55,9 @@ class Engine:
         agreement: RankAgreement | None = None,
     ) -> None:
         config = config or EngineConfig()
-        _check_fit(target, config, proposer)
+        check_parts(target, config, proposer)
         self.target, self.config, self.agreement = target, config, agreement
         self.runner = Runner(target, config, proposer, capture_slots)
-        if self.runner.device.type != config.device:
-            raise SlipstreamError(
-                f"the target lies on {self.runner.device.type}, and device = {config.device}",
-                expected="the target on the engine's device",
-                do="load it with load_target(..., device=...)",
-            )
         self.steps = make_steps(self.runner)
         blocks = BlockManager(config.total_blocks, config.block_size_tokens)
         self.scheduler = Scheduler(
@@ -95,6 +90,11 @@ class Engine:
             self.started = True
             self.mark_ready()
 
+    def forget(self) -> None:
+        """Counters begin anew, and what rounds have told of acceptance is forgotten: it was of no client's."""
+        self.stats = EngineStats()
+        self.choice.forget()
+
     def mark_ready(self) -> None:
         """From now on nothing is to be captured or compiled; what is all the same, is counted."""
         self._at_ready = (self.steps.captures, COMPILES.count)
@@ -113,23 +113,10 @@ class Engine:
         if request.request_id in self._sequences:
             raise SlipstreamError(f"request id {request.request_id!r} is in use", expected="an id of its own")
         request = replace(request, params=request.params.validate().with_seed())
-        params, model = request.params, self.target.config
-        num_prompt, context = len(request.prompt_ids), self.config.max_context_tokens
-        if not request.prompt_ids or not all(0 <= i < model.vocab_size for i in request.prompt_ids):
-            raise SlipstreamError(
-                "a prompt token id is out of range" if request.prompt_ids else "the prompt is empty",
-                expected=f"one or more ids in 0..{model.vocab_size - 1}",
-                do="encode the prompt with the target's own tokenizer",
-            )
-        if num_prompt >= context:
-            raise SlipstreamError(
-                f"the prompt has {num_prompt} tokens",
-                expected=f"at most {context - 1}: max_context_tokens is {context}, and a new token needs room",
-                do="shorten the prompt, or raise server.max_context_tokens",
-            )
-        limit = min(num_prompt + params.max_tokens, context)
+        limit = token_limit(request, self.target.config, self.config)
         self.scheduler.blocks.check_fits(limit + self.scheduler.lookahead)
-        stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(model.eos_token_ids))
+        params = request.params
+        stop_ids = set(params.stop_token_ids) | set(() if params.ignore_eos else self.target.config.eos_token_ids)
         sequence = Running(request, frozenset(stop_ids), limit, recorder=TraceRecorder() if request.trace else None)
         self._sequences[request.request_id] = sequence
         self.scheduler.waiting.append(sequence)
@@ -245,7 +232,8 @@ class Engine:
 
     def _launch_round(self, sequences: list[Running]) -> None:
         began = time.perf_counter()
-        num_steps = self.choice.choose(len(sequences))
+        traced = self._num_watched > 0 and any(sequence.recorder for sequence in sequences)
+        num_steps = self.choice.choose(len(sequences), traced)
         result = self.steps.round([s.slot for s in sequences], num_steps)
         self._flights.append(Flight(self.steps.launched - 1, sequences, result, began, num_steps=num_steps))
         for sequence in sequences:
@@ -311,8 +299,7 @@ class Engine:
                 continue  # it ended, or was dropped, after this was launched
             if not counted:
                 counted = True
-                self.stats.rounds += 1
-                self.stats.add_round_time(record.stamps_ns)
+                self.stats.add_round(num_steps, record.stamps_ns)
             if sequence.recorder:
                 _record(sequence.recorder, result, b, news.accepted)
             output = self._deliver(sequence, news.tokens, result.logits[b] if self._num_watched else None)
@@ -375,24 +362,3 @@ def _logprobs(logits: torch.Tensor, tokens: list[int], top_n: int) -> list[Token
     found = token_logprobs(logits, torch.tensor(tokens, device=logits.device), top_n)
     rows = zip(tokens, found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True)
     return [TokenLogprob(t, chosen, list(zip(ids, values, strict=True))) for t, chosen, ids, values in rows]
-
-
-def _check_fit(target: TargetModel, config: EngineConfig, proposer: Proposer | None) -> None:
-    """Target, sizes and proposer belong together, or SlipstreamError says what does not."""
-    have = proposer.num_steps if proposer else 0
-    if have != config.num_steps:
-        raise SlipstreamError(
-            f"num_steps = {config.num_steps}, and {'a proposer of ' + str(have) if proposer else 'no proposer'}",
-            expected="the same K in both; no proposer at K = 0",
-            do="make the proposer with the engine's num_steps",
-        )
-    bounds = {"target": target.config.max_position, "draft": proposer.max_position if proposer else None}
-    for name, bound in bounds.items():
-        if bound is not None and bound < config.max_context_tokens:
-            raise SlipstreamError(
-                f"the {name} follows a context of {bound} tokens; the engine is to serve {config.max_context_tokens}",
-                expected=f"max_context_tokens <= {bound}",
-                do="lower server.max_context_tokens"
-                + (", or raise draft.max_context_tokens" if name == "draft" else ""),
-                fault="F14" if name == "draft" else "",
-            )

@@ -297,12 +297,13 @@ class _KeptDraftKV:
         assert self.proposer.cache is not None
         size = self.proposer.cache.block_size
         assert batch.num_valid is not None
+        assert batch.chain_positions is not None
         first, last = self.chains[batch.slots].split(1, dim=1)  # [B, 2] -> 2 x [B, 1]
         self.keep = (batch.positions >= first) & (batch.positions <= last)  # [B, R]
         position = batch.positions.clamp(min=0)
         self.index = batch.block_table.gather(1, position // size) * size + position % size  # [B, R]
         slot = batch.positions.max(dim=1).values  # [B]
-        end = slot + batch.num_valid.clamp(max=self.proposer.num_steps) - 1
+        end = slot + batch.num_valid.clamp(max=len(batch.chain_positions)) - 1
         self.chains[batch.slots] = torch.stack((slot + 1, end), dim=1)  # 2 x [B] -> [B, 2]
 
 

@@ -26,7 +26,7 @@ class DraftBatch:
 
     Of a round, None while a prompt is taken in:
         committed_lengths: [B] int64, n: draft i (from 0) is for position n + i.
-        num_valid: [B] int64, how many drafts the round can use; later ones may be anything.
+        num_valid: [B] int64, how many drafts the request has room for, at most `num_steps`; later ones may be anything.
         last_row: [B] int64, column of each request's last real slot.
         chain_positions: [K, B] int64, the position of each step's row; -1: the round cannot use the step. K: as many
             as this round proposes, 0 to `num_steps`.

@@ -167,7 +167,7 @@ class Runner:
         table, longest, clock = self.table, self.config.num_steps, self.ring.clock
         num_steps = longest if num_steps is None else num_steps
         sampling, proposal = table.sampling(slots), None
-        if self.proposer and longest:
+        if self.proposer:
             drafted = draft_rows(table, slots, longest, clock, table.block_table, table.features)
             assert drafted.features is not None
             assert drafted.block_table is not None
@@ -180,14 +180,15 @@ class Runner:
                     drafted.block_table,  # [B, blocks]
                     sampling,
                     drafted.start,
-                    drafted.num_valid if num_steps == longest else drafted.num_valid.clamp(max=num_steps),
+                    drafted.num_valid,
                     drafted.last_row,
                     drafted.chain_positions[:num_steps],
                 )
             )
         proposal = proposal if num_steps else None
         drafts = None if proposal is None else proposal.tokens
-        rows = verify_rows(table, slots, drafts, num_steps, clock, Paging(table.block_table, self.cache.block_size))
+        paging, drafted_before = Paging(table.block_table, self.cache.block_size), self.proposer is not None
+        rows = verify_rows(table, slots, drafts, num_steps, clock, paging, starts_round=not drafted_before)
         assert rows.block_table is not None
         kv = self.cache.view(rows.block_table, write_index=rows.write_index)
         out = self.target(rows.token_ids, rows.positions, kv, self.capture)

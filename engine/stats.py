@@ -17,7 +17,7 @@ class EngineStats:
 
     acceptance: dict[int, AcceptanceCounts] = field(default_factory=dict)
     steps: int = 0
-    rounds: int = 0
+    rounds_of: dict[int, int] = field(default_factory=dict)  # K -> rounds, each for all requests of its batch
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -34,8 +34,14 @@ class EngineStats:
             found = self.acceptance[num_steps] = AcceptanceCounts(num_steps)
         return found
 
-    def add_round_time(self, stamps_ns: tuple[int, int, int]) -> None:
-        """Counts the time of a round: its start, the draft's end and its end, on the device's clock."""
+    @property
+    def rounds(self) -> int:
+        """Of every K."""
+        return sum(self.rounds_of.values())
+
+    def add_round(self, num_steps: int, stamps_ns: tuple[int, int, int]) -> None:
+        """Counts a round of K and its time: its start, the draft's end and its end, on the device's clock."""
+        self.rounds_of[num_steps] = self.rounds_of.get(num_steps, 0) + 1
         start, draft_end, end = stamps_ns
         if self._last_end_ns:
             self.rest_seconds += max(0, start - self._last_end_ns) * 1e-9

@@ -17,18 +17,22 @@ WINDOW = 256
 ENOUGH = 32.0
 # A round of the largest K every so often, where a smaller one runs: to hear whether that has changed.
 PROBE_EVERY = 64
-# Another K must be better by this share: two that are alike would take turns.
+# A larger K must be better by this share: two that are alike would take turns. A smaller one is taken at once, so that
+# speculation does not go on where it has begun to lose.
 MARGIN = 0.02
 
 
 class StepChoice(Protocol):
     """Chooses K. All ranks call it with the same, in the same order, and so choose the same."""
 
-    def choose(self, batch: int) -> int:
-        """K of a round of so many requests."""
+    def choose(self, batch: int, traced: bool = False) -> int:
+        """K of a round of so many requests; traced: of one of them everything is recorded, the draft's steps too."""
 
     def note(self, num_steps: int, num_valid: int, accepted: int) -> None:
         """What a round of K gave one request."""
+
+    def forget(self) -> None:
+        """What was noted so far is nobody's."""
 
 
 class FixedSteps:
@@ -37,10 +41,13 @@ class FixedSteps:
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, traced: bool = False) -> int:
         return self.num_steps
 
     def note(self, num_steps: int, num_valid: int, accepted: int) -> None:
+        pass
+
+    def forget(self) -> None:
         pass
 
 
@@ -52,19 +59,23 @@ class PayingSteps:
 
     Acceptance is kept as the share of k-th drafts that stood among those whose predecessors did; it does not depend on
     the K in force. So what a smaller K would give is known from the rounds of a larger one, and a few of the largest
-    (`PROBE_EVERY`) keep the rest up to date. Until there are enough outcomes the largest K runs.
+    (`PROBE_EVERY`) keep the rest up to date. Until there are enough outcomes the largest K runs, and where a request
+    is traced: its rounds are compared with each other, step by step.
     """
 
     def __init__(self, round_ms: RoundTimes) -> None:
         self.round_ms = round_ms
         self.largest = max(max(times) for times in round_ms.values())
+        self.forget()
+
+    def forget(self) -> None:
         self._tried = [0.0] * (self.largest + 1)  # [k]: faded count of k-th drafts whose predecessors stood
         self._stood = [0.0] * (self.largest + 1)
         self._current: dict[int, int] = {}  # size -> K
         self._since_probe = 0
 
-    def choose(self, batch: int) -> int:
-        if self._tried[1] < ENOUGH:
+    def choose(self, batch: int, traced: bool = False) -> int:
+        if traced or self._tried[1] < ENOUGH:
             return self.largest
         size = min(size for size in self.round_ms if size >= batch)
         best = self._best(size)
@@ -97,7 +108,7 @@ class PayingSteps:
         speeds = {k: self.tokens(k) / ms for k, ms in self.round_ms[size].items()}
         best = max(speeds, key=lambda k: (speeds[k], -k))
         current = self._current.setdefault(size, best)
-        if speeds[best] > speeds[current] * (1 + MARGIN):
+        if speeds[best] > speeds[current] * (1 + MARGIN if best > current else 1):
             self._current[size] = best
         return self._current[size]
 

@@ -137,6 +137,7 @@ def verify_rows(
     num_steps: int,
     clock: torch.Tensor | None = None,
     paging: Paging | None = None,
+    starts_round: bool = False,
 ) -> VerifyRows:
     """The rows that the target verifies.
 
@@ -145,9 +146,9 @@ def verify_rows(
         slots: [B] int64.
         drafts: [B, K] int64 target ids; None exactly at K = 0.
         num_steps: K.
-        clock: [2] int64 (`RoundRing.clock`); entry 1 becomes the time in nanoseconds: drafting is over. At K = 0 entry
-            0, too: the round starts here.
+        clock: [2] int64 (`RoundRing.clock`); entry 1 becomes the time in nanoseconds: drafting is over.
         paging: given, the cells of the rows are worked out, and the requests' rows of the table handed out.
+        starts_round: no draft ran before: entry 0 of the clock becomes the time, too.
     """
     if (drafts is None) != (num_steps == 0):
         raise ValueError(
@@ -156,9 +157,9 @@ def verify_rows(
     if on_gpu(slots):
         from slipstream.kernels.gpu import round_ops
 
-        return round_ops.verify_rows(table, slots, drafts, num_steps, clock, paging)
+        return round_ops.verify_rows(table, slots, drafts, num_steps, clock, paging, starts_round)
     if clock is not None:
-        clock[0 if drafts is None else 1 :] = time.perf_counter_ns()
+        clock[0 if starts_round else 1 :] = time.perf_counter_ns()
     offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
     start, limit = table.lengths[slots], table.limits[slots]  # [B] each
     num_valid = (limit - start - 1).clamp(0, num_steps)

@@ -32,7 +32,6 @@ from slipstream.engine.packed_weights import describe, products_for
 from slipstream.engine.rank_group import CARD_SECONDS
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
-from slipstream.engine.stats import EngineStats
 from slipstream.engine.tensor_parallel import TensorParallel, single
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.row_invariance import RowInvariance, probe
@@ -206,7 +205,7 @@ def warm_up(engine: Engine) -> None:
     engine.add_request(Request("warm-up", prompt, params))
     while engine.has_work:
         engine.step()
-    engine.stats = EngineStats()
+    engine.forget()
 
 
 def effective_settings(
@@ -239,6 +238,7 @@ def effective_settings(
         "device": engine.runner.device.type,
         "device_name": device_name(config.device),
         "graphs": engine.steps.describe(),
+        "choose_steps": config.choose_steps,
         "rounds_in_flight": config.in_flight,
         "matrix_products": describe(
             products_for(config.device),
@@ -268,7 +268,8 @@ def effective_settings(
         "engine_pid": os.getpid(),
         "injections": [str(injection) for injection in parse_injections(options.inject)],
     }
-    told = [settings[key] for key in ("num_steps", "dtype", "device", "target", "draft", "tensor_parallel_size")]
+    keys = ("num_steps", "choose_steps", "dtype", "device", "target", "draft", "tensor_parallel_size")
+    told = [settings[key] for key in keys]
     return {**settings, "fingerprint": f"slipstream-{_sha256(repr(told))[:12]}"}
 
 
@@ -283,7 +284,8 @@ def _weights_and_configs(directory: Path) -> list[Path]:
 
 
 def engine_stats(engine: Engine) -> dict[str, Any]:
-    """Counters since start as JSON. seconds: wall time by part of a step; acceptance: one entry for each K in force."""
+    """Counters since start as JSON. seconds: wall time by part of a step; rounds: of the engine, each for all
+    requests of its batch; acceptance: rounds of single requests, one entry for each K in force."""
     stats, scheduler = engine.stats, engine.scheduler
     return {
         "running": len(scheduler.running) + len(scheduler.prefilling),
@@ -292,6 +294,7 @@ def engine_stats(engine: Engine) -> dict[str, Any]:
         "total_blocks": scheduler.blocks.num_usable,
         "steps": stats.steps,
         "rounds": stats.rounds,
+        "rounds_by_num_steps": [{"num_steps": k, "rounds": n} for k, n in sorted(stats.rounds_of.items())],
         "prompt_tokens": stats.prompt_tokens,
         "generated_tokens": stats.generated_tokens,
         "seconds": {

@@ -76,6 +76,14 @@ class _EngineCollector:
         yield GaugeMetricFamily("slipstream_blocks_free", "Free blocks of the KV cache.", stats["free_blocks"])
         yield GaugeMetricFamily("slipstream_blocks", "Blocks of the KV cache.", stats["total_blocks"])
         yield CounterMetricFamily("slipstream_engine_steps", "Steps of the engine.", stats["steps"])
+        rounds = CounterMetricFamily(
+            "slipstream_engine_rounds",
+            "Rounds of the engine, each for all requests of its batch, by the K that ran.",
+            labels=["num_steps"],
+        )
+        for entry in stats["rounds_by_num_steps"]:
+            rounds.add_metric([str(entry["num_steps"])], entry["rounds"])
+        yield rounds
         yield CounterMetricFamily(
             "slipstream_captures_after_ready", "Graphs captured after ready: none.", stats["captures_after_ready"]
         )

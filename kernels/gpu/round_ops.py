@@ -70,6 +70,7 @@ def verify_rows(
     num_steps: int,
     clock: torch.Tensor | None,
     paging: "Paging | None",
+    starts_round: bool = False,
 ) -> "VerifyRows":
     from slipstream.kernels.round_ops import VerifyRows
 
@@ -101,6 +102,7 @@ def verify_rows(
         to_blocks_ptr=rows.block_table,
         write_index_ptr=rows.write_index,
         BLOCK_SIZE=1 if paging is None else paging.block_size,
+        STARTS=starts_round,
         K=num_steps,
     )
     return rows
@@ -323,6 +325,7 @@ def _verify_rows_kernel(
     to_blocks_ptr,
     write_index_ptr,
     BLOCK_SIZE: tl.constexpr,
+    STARTS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -337,7 +340,7 @@ def _verify_rows_kernel(
     if clock_ptr is not None:
         now = _now(TIMER)
         tl.store(clock_ptr + 1, now, b == 0)
-        if K == 0:
+        if STARTS:
             tl.store(clock_ptr, now, b == 0)
     tl.store(start_ptr + b, start)
     tl.store(valid_ptr + b, num_valid)

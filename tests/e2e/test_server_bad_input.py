@@ -110,6 +110,7 @@ def test_metrics_add_up(http):
     rounds = found["slipstream_rounds_total", None, "3"]
     hits = [found["slipstream_joint_accepted_rounds_total", str(k), "3"] for k in (1, 2, 3)]
     assert rounds > 0
+    assert found["slipstream_engine_rounds_total", None, "3"] > 0
     assert found["slipstream_draft_tokens_total", None, "3"] == 3 * rounds
     assert found["slipstream_accepted_tokens_total", None, "3"] == sum(hits)
     assert rounds >= hits[0] >= hits[1] >= hits[2]

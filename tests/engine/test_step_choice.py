@@ -13,7 +13,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
-from slipstream.engine.step_choice import ENOUGH, PROBE_EVERY, PayingSteps, slowest
+from slipstream.engine.serving.trace_file import pack_trace, unpack_trace
+from slipstream.engine.step_choice import ENOUGH, MARGIN, PROBE_EVERY, FixedSteps, PayingSteps, slowest
 from slipstream.engine.tensor_parallel import TensorParallel
 
 LARGEST = 4
@@ -48,7 +49,7 @@ class AnySteps:
     def __init__(self):
         self.draws, self.chosen = random.Random(1), []
 
-    def choose(self, batch):
+    def choose(self, batch, traced=False):
         self.chosen.append(self.draws.randint(0, LARGEST))
         return self.chosen[-1]
 
@@ -89,6 +90,50 @@ def test_the_draft_proposes_what_it_does_where_k_never_changes(target, prompts, 
                 torch.testing.assert_close(r.draft_logits[0], first[r.start], rtol=1e-4, atol=1e-5)
                 compared += 1
     assert compared > 20
+
+
+def test_traced_requests_get_all_steps(target, prompts, tiny):
+    """Their trace is one table of rounds and steps, and parity compares every step."""
+    draft = Eagle3Proposer(tiny.tiny_draft(target), 2)
+    one = engine(target, 2, draft, graphs=True, choose_steps=True)
+    one.start()
+    one.choice = losing = PayingSteps({1: {0: 1.0, 1: 9.0, 2: 9.0}, 2: {0: 1.0, 1: 9.0, 2: 9.0}})
+    for _ in range(int(ENOUGH) + 20):
+        losing.note(2, 2, 0)
+    untraced = one.generate(prompts[:1], PARAMS[0])
+    assert len(one.stats.acceptance[0].histogram) == 1
+    traced = one.generate(prompts[:2], PARAMS[0], trace=True)
+    assert traced[0].token_ids == untraced[0].token_ids
+    for answer in traced:
+        packed = unpack_trace(pack_trace(answer.trace))
+        assert len(packed.rounds) >= 10
+        assert {len(r.draft_tokens) for r in packed.rounds} == {2}
+
+
+def test_the_time_of_the_draft_is_told_where_it_proposes_nothing(target, prompts, tiny):
+    one = engine(target, 2, Eagle3Proposer(tiny.tiny_draft(target), 2))
+    one.choice = FixedSteps(0)  # its keys are made all the same
+    one.generate(prompts, PARAMS)
+    assert set(one.stats.acceptance) == {0}
+    assert one.stats.draft_seconds > 0.02 * one.stats.verify_seconds > 0
+
+
+def test_what_was_noted_can_be_forgotten():
+    choice = fed(PayingSteps(MS), 300, 0)
+    assert choice.choose(4) == 0
+    choice.forget()
+    assert [choice.choose(4) for _ in range(3)] == [3] * 3
+
+
+def test_a_smaller_k_is_taken_as_soon_as_it_is_better():
+    choice = PayingSteps({1: {0: 1.0, 1: 1.49}})
+    for i in range(4000):
+        choice.note(1, 1, i % 2)
+    assert choice.choose(1) == 1  # 1.5 tokens in 1.49 ms
+    for _ in range(8):
+        choice.note(1, 1, 0)
+    assert 1.49 > choice.tokens(1) > 1.49 * (1 - MARGIN)
+    assert choice.choose(1) == 0
 
 
 def fed(choice, rounds, standing):
@@ -148,6 +193,15 @@ def test_every_k_is_captured_and_timed_before_the_first_request(target, prompts,
     assert one.steps.captures == len(one.config.row_buckets) + 2 * 3
     assert one.generate(prompts, PARAMS) == plain
     assert one.captures_after_ready == 0
+
+
+def test_without_drafts_there_is_nothing_to_choose():
+    for wrong in (
+        lambda: EngineConfig(choose_steps=True, graphs=True),
+        EngineOptions("t", None, 0, choose_steps=True).check,
+    ):
+        with pytest.raises(SlipstreamError, match="num_steps = 0"):
+            wrong()
 
 
 def test_it_needs_captured_steps():

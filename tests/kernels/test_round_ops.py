@@ -162,7 +162,7 @@ def test_ring_goes_round_and_says_when_an_entry_is_lost() -> None:
     slots, ring = torch.tensor([0]), RoundRing.allocate(3, 1, 0, "cpu")
     for i in range(7):
         assert ring.read(i, 1) is None
-        rows = verify_rows(table, slots, None, 0, ring.clock)
+        rows = verify_rows(table, slots, None, 0, ring.clock, starts_round=True)
         assert (int(rows.start), int(rows.num_valid)) == (1 + i, 0)
         commit_round(table, slots, rows, torch.tensor([[i + 10]]), ring)
         record = ring.read(i, 1)

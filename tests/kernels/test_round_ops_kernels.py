@@ -79,7 +79,9 @@ def test_a_round_is_the_twins(num_steps: int, slots: list[int], kernel_device: s
             rows = round_ops.verify_rows(table, at, drafts, num_steps, twin_ring.clock, Paging(blocks, 5))
             drafts_there = None if drafts is None else drafts.t().contiguous().to(kernel_device).t()  # any strides
             paging = Paging(blocks.to(kernel_device), 5)
-            got = gpu.verify_rows(on_device, at_device, drafts_there, num_steps, ring.clock, paging)
+            ring.clock.fill_(-1)
+            got = gpu.verify_rows(on_device, at_device, drafts_there, num_steps, ring.clock, paging, i == 1)
+            assert [int(at) >= 0 for at in ring.clock] == [i == 1, True]
             assert_same(got, rows)
             assert torch.equal(got.write_index.cpu(), write_index(rows.block_table, rows.positions, 5))
             assert gpu.verify_rows(on_device, at_device, drafts_there, num_steps, None, None).write_index is None

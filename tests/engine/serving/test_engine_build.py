@@ -74,6 +74,7 @@ def test_fingerprints_tell_drafts_and_settings_apart(tiny_models, altered):
     assert len({one["fingerprint"], two["fingerprint"], other["fingerprint"]}) == 3
     assert one["draft"]["fingerprint"] == two["draft"]["fingerprint"] != other["draft"]["fingerprint"]
     assert build(tiny_models)[1]["fingerprint"] == one["fingerprint"]
+    assert one["choose_steps"] is False
 
 
 def test_files_that_nobody_reads_play_no_part(tiny_server, tiny_models, tmp_path):
@@ -88,7 +89,7 @@ def test_the_warm_up_leaves_no_trace(tiny_models):
     stats = engine_stats(engine)
     assert stats["captures_after_ready"] == stats["compiles_after_ready"] == 0
     assert stats["steps"] == stats["rounds"] == stats["generated_tokens"] == 0
-    assert stats["acceptance"] == []
+    assert stats["acceptance"] == stats["rounds_by_num_steps"] == []
     assert stats["free_blocks"] == stats["total_blocks"]
     assert not engine.has_work
 

@@ -285,7 +285,7 @@ def test_sglang_page_with_its_gauges_of_k(logs, tmp_path):
 
 
 OWN = {"running": 0, "waiting": 0, "free_blocks": 1, "total_blocks": 1, "steps": 3, "seconds": {"draft": 1.0}}
-OWN |= {"captures_after_ready": 0, "compiles_after_ready": 0}
+OWN |= {"rounds_by_num_steps": [{"num_steps": 3, "rounds": 104}], "captures_after_ready": 0, "compiles_after_ready": 0}
 
 
 def test_our_own_page_and_settings(logs, tmp_path):
