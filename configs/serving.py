@@ -55,6 +55,13 @@ class Server(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where target and draft are served; `auto` is the card where there is one."
     )
+    choose_steps: bool = Field(
+        default=False,
+        description=(
+            "Choose K of each round from 0..num_steps: what gives the most tokens a second, by times measured at start "
+            "and by what was accepted lately. Tokens stay the same; needs a card."
+        ),
+    )
     after: Literal["stop", "keep"] = Field(
         default="stop", description="What becomes of the launched server when the run ends well: `stop` or `keep`."
     )

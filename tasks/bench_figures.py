@@ -34,7 +34,8 @@ def figures(
             do="raise benchmark.max_new_tokens, or choose other prompts",
         )
     base, spec = _side(pairs, "baseline", 0), _side(pairs, "speculation", num_steps)
-    counts = _counters(pairs, "speculation").of(num_steps)
+    counters = _counters(pairs, "speculation")
+    counts = counters.of(num_steps)
     option = round_option(pairs, num_steps)
     ratio = speedup(
         [pair.baseline.decode_ms / pair.baseline.decode_tokens * pair.speculation.decode_tokens for pair in pairs],
@@ -55,6 +56,12 @@ def figures(
             "pairs": len(pairs),
         },
         "acceptance": counts.to_dict(),
+        # Of single requests, those left out among them; one entry, but where the server chooses K.
+        "rounds_by_num_steps": [
+            {"num_steps": k, "rounds": c.rounds + c.left_out}
+            for k, c in sorted(counters.acceptance.items())
+            if c.rounds + c.left_out
+        ],
         "round": option_dict(option),
         "replayed": replayed.to_dict() if replayed else None,
         "comparison": None,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from slipstream.engine.config import MAX_NUM_STEPS
+from slipstream.engine.device import resolve_device
 from slipstream.engine.serving.engine_options import MAX_RANKS
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
@@ -59,6 +60,30 @@ def _steps_served(facts: Facts) -> Iterator[Finding]:
             facts.say(key),
             f"at most {MAX_NUM_STEPS}: longer chains are not served",
             (f"write {key.split('.')[1]}: {MAX_NUM_STEPS} or less",),
+        )
+
+
+def _steps_chosen(facts: Facts) -> Iterator[Finding]:
+    deployment = facts.deployment
+    server = deployment.server
+    if not server.choose_steps:
+        return
+    off = "write server.choose_steps: false"
+    if deployment.speculation.num_steps == 0:
+        yield Finding(
+            "steps-chosen",
+            f"{facts.say('server.choose_steps')} and {facts.say('speculation.num_steps')}",
+            "drafts to choose from: num_steps is the largest K in question, 0 is in question anyway",
+            (off, "write speculation.num_steps: auto, or 1 or more"),
+        )
+    here = server.device == "auto" and deployment.host.kind == "local"
+    if server.device == "cpu" or (here and resolve_device("auto") == "cpu"):
+        yield Finding(
+            "steps-chosen",
+            f"{facts.say('server.choose_steps')} and {facts.say('server.device')}"
+            + (", and this machine has no card that torch can use" if here else ""),
+            "rounds that are captured and timed at start, as they are on a card alone",
+            (off, "serve on a card"),
         )
 
 
@@ -285,6 +310,7 @@ def _largest_steps(facts: Facts) -> int:
 DEPLOYMENT: tuple[Check, ...] = (
     Check("F1", "the verify width is num_steps + 1, and nobody cuts it silently", _widths, OURS_AND_SGLANG),
     Check("steps-served", "no chain is longer than the engine serves", _steps_served),
+    Check("steps-chosen", "where K is chosen there are drafts, and a card that times them", _steps_chosen),
     Check("steps-trained", "the draft is trained as far ahead as it is served", _steps_trained),
     Check("F14", "the draft's positions reach as far as the served context", _draft_context, OURS_AND_SGLANG),
     Check("context-budget", "the longest prompt and its answer fit into the context", _context_budget),

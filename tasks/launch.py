@@ -57,7 +57,10 @@ def run(context: StageContext) -> dict[str, Any]:
         "model": server.model,
         "pid": server.identity.pid,
         "start_seconds": server.seconds,
-        "settings": {key: server.settings[key] for key in ("num_steps", "verify_width", "slots", "dtype", "threads")},
+        "settings": {
+            key: server.settings[key]
+            for key in ("num_steps", "choose_steps", "verify_width", "slots", "dtype", "threads")
+        },
         "row_invariant": promise["invariant"],
         "fingerprint": server.settings["fingerprint"],
         "smoke": smoke,

@@ -20,15 +20,23 @@ def verdict(bench: Mapping[str, Any], gates: Sequence[Mapping[str, str]]) -> str
     failed = [gate["name"] for gate in gates if gate["status"] == "fail"]
     interval = f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}, {ratio['prompts']} prompts"
     lengths = f"accept length {_number(bench['acceptance']['accept_length'])} of {option['ceiling']}"
+    if _chosen(bench):
+        lengths = f"{option['accept_length']:.2f} tokens a round over every K that was chosen"
     lengths += f", break-even {_number(option['break_even'])}"
     speed = f"{ratio['ratio']:.2f}x as fast as no speculation ({interval}): {lengths}"
     if bench["served_num_steps"] == 0:
         sentence = f"{bench['choice']['why']}. Tried with K = {bench['num_steps']} it is {speed}"
     else:
-        sentence = f"Speculation with K = {bench['num_steps']} is {speed}"
+        k = f"K of 0 to {bench['num_steps']} chosen for each round" if _chosen(bench) else f"K = {bench['num_steps']}"
+        sentence = f"Speculation with {k} is {speed}"
         if bench["losing_term"] and ratio["high"] < 1:
             sentence += f". It loses by {bench['losing_term']['why']}"
     return f"FAILED ({', '.join(failed)}). {sentence}" if failed else sentence
+
+
+def _chosen(bench: Mapping[str, Any]) -> bool:
+    """Whether the speculative server chose K for each round."""
+    return any(entry["num_steps"] != bench["num_steps"] for entry in bench.get("rounds_by_num_steps", ()))
 
 
 def table_rows(bench: Mapping[str, Any], parity: Mapping[str, Any] | None) -> list[Row]:
@@ -61,6 +69,9 @@ def table_rows(bench: Mapping[str, Any], parity: Mapping[str, Any] | None) -> li
         ("tokens a chunk", f"{base['tokens_per_chunk']:.2f}", f"{spec['tokens_per_chunk']:.2f}"),
         ("same answers", "", f"{bench['prompts'] - len(bench['differing_prompts'])} of {bench['prompts']} prompts"),
     ]
+    if _chosen(bench):
+        by_k = ", ".join(f"K = {entry['num_steps']}: {entry['rounds']}" for entry in bench["rounds_by_num_steps"])
+        rows.insert(6, ("rounds by the K chosen (accept length and A_k: of the largest)", "", by_k))
     if bench["replayed"]:
         predicted = bench["replayed"]["accept_length"]
         rows.insert(4, ("replayed accept length", "", _number(predicted)))

@@ -101,7 +101,7 @@ class RunningServer:
         return self.effective()["stats"]
 
     def acceptance(self) -> AcceptanceCounts:
-        """Rounds counted so far at this server's K."""
+        """Rounds counted so far at this server's K, the largest where it chooses."""
         return read_counters(self.url).of(int(self.settings["num_steps"]))
 
     def complete(self, prompt_ids: list[int], max_tokens: int) -> dict[str, Any]:
@@ -179,7 +179,13 @@ def server_command(deployment: "Deployment", plan: ServerPlan, ready_file: Path)
         flags["--capture-slots"] = ",".join(map(str, plan.capture_slots))
     command = [sys.executable, "-P", "-m", "slipstream.engine.serving.main"]
     words = [*command, *(str(word) for pair in flags.items() for word in pair), *["--diagnostics"] * plan.diagnostics]
+    words += ["--choose-steps"] * chooses_steps(deployment, plan)
     return [*words, *(word for fault in plan.injections for word in ("--inject", fault))]
+
+
+def chooses_steps(deployment: "Deployment", plan: ServerPlan) -> bool:
+    """Whether this server chooses K: one without a draft, as every baseline, has nothing to choose from."""
+    return deployment.server.choose_steps and plan.num_steps > 0
 
 
 def start_server(
@@ -232,6 +238,7 @@ def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[st
     planned: dict[str, tuple[Any, str]] = {
         "num_steps": (plan.num_steps, "F1"),
         "verify_width": (plan.num_steps + 1, "F1"),
+        "choose_steps": (chooses_steps(deployment, plan), ""),
         "dtype": (server.dtype, ""),
         "max_context_tokens": (server.max_context_tokens, "F14"),
         "max_running_requests": (server.max_running_requests, ""),

@@ -13,6 +13,7 @@ import pytest
 from slipstream.configs.schema import Deployment
 from slipstream.engine.acceptance import AcceptanceCounts, JointAcceptance
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.serving.main import engine_options, parse_arguments
 from slipstream.tasks import cleanup, launch, server
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.manifest import write_json
@@ -191,6 +192,7 @@ SETTINGS = {
     "prefill_chunk_tokens": 256,
     "tensor_parallel_size": 1,
     "injections": [],
+    "choose_steps": False,
     "threads": 1,
 }
 
@@ -209,6 +211,7 @@ SETTINGS = {
         ("prefill_chunk_tokens", 128, ""),
         ("tensor_parallel_size", 2, ""),
         ("injections", ["F5:slot=2,kind=normed"], ""),
+        ("choose_steps", True, ""),
         ("threads", 2, ""),
     ],
 )
@@ -245,6 +248,18 @@ def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
         "--threads": "1",
         "--capture-slots": "1,3",
     }
+
+
+def test_k_is_chosen_where_there_is_something_to_choose(deployment, plan, tmp_path):
+    server = deployment.server.model_copy(update={"choose_steps": True})
+    choosing = deployment.model_copy(update={"server": server})
+    told = engine_options(parse_arguments(server_command(choosing, plan, tmp_path / "f")[4:]))
+    assert (told.choose_steps, told.num_steps) == (True, K)
+    check_settings(choosing, plan, {**SETTINGS, "choose_steps": True})
+    with pytest.raises(SlipstreamError, match="choose_steps"):
+        check_settings(choosing, plan, SETTINGS)
+    baseline = dataclasses.replace(plan, draft=None, num_steps=0, slots=())
+    assert not engine_options(parse_arguments(server_command(choosing, baseline, tmp_path / "f")[4:])).choose_steps
 
 
 def test_another_process_at_the_address_is_not_taken_for_ours():

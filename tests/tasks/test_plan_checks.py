@@ -22,6 +22,16 @@ from slipstream.tasks.stage import Stage, run_stage
 # id of the check, sections, words that the finding must hold
 CASES: list[tuple[str, dict[str, dict[str, object]], tuple[str, ...]]] = [
     ("steps-served", {"speculation": {"num_steps": 9}}, ("speculation.num_steps = 9", "at most 8")),
+    (
+        "steps-chosen",
+        {"server": {"choose_steps": True, "device": "cuda"}, "speculation": {"num_steps": 0}},
+        ("server.choose_steps = True", "speculation.num_steps = 0", "write server.choose_steps: false"),
+    ),
+    (
+        "steps-chosen",
+        {"server": {"choose_steps": True, "device": "cpu"}},
+        ("server.choose_steps = True", "server.device = cpu", "serve on a card"),
+    ),
     ("steps-served", {"speculation": {"max_num_steps": 12}}, ("speculation.max_num_steps = 12", "at most 8")),
     (
         "context-budget",

@@ -1,5 +1,6 @@
 """The report from made-up figures: rows, words, page, plots. The page of real servers is in test_measured_lifecycle."""
 
+import dataclasses
 import importlib.util
 import io
 import json
@@ -9,9 +10,11 @@ import pytest
 from rich.console import Console
 
 from slipstream.configs.schema import Deployment
+from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.tasks import bench_pairs, plots, report
 from slipstream.tasks.bench_figures import figures
-from slipstream.tasks.report_text import rich_report, table_rows
+from slipstream.tasks.counters import PARTS, Counters
+from slipstream.tasks.report_text import rich_report, table_rows, verdict
 from slipstream.tasks.stage import Stage, run_stage
 
 SPEC = importlib.util.spec_from_file_location("bench_fixtures", Path(__file__).parent / "bench_fixtures.py")
@@ -76,6 +79,22 @@ def test_table_has_both_columns_and_the_figures_of_the_issue():
     assert rows["same answers"][1] == "3 of 3 prompts"
     assert rows["parity"][0] == "0.20% of tokens differ from transformers"
     assert rows["against transformers generate"][0].startswith("1.10x")
+
+
+def test_where_k_is_chosen_the_rounds_of_each_are_told():
+    plain = Counters(dict.fromkeys(PARTS, 0.0), 0, {0: AcceptanceCounts(0, [5], ended=1)})
+    sides = [dataclasses.replace(p.speculation, counters=p.speculation.counters + plain) for p in PAIRS]
+    pairs = [dataclasses.replace(p, speculation=side) for p, side in zip(PAIRS, sides, strict=True)]
+    chosen = bench(**figures(pairs, 3, None))
+    assert chosen["rounds_by_num_steps"] == [{"num_steps": 0, "rounds": 36}, {"num_steps": 3, "rounds": 36}]
+    rows = table_rows(chosen, PARITY)
+    (told,) = (row for row in rows if row[0].startswith("rounds by the K chosen"))
+    assert told[2] == "K = 0: 36, K = 3: 36"
+    words = verdict(chosen, [])
+    assert "K of 0 to 3 chosen for each round is" in words
+    assert f"{chosen['round']['accept_length']:.2f} tokens a round over every K" in words
+    assert not any(row[0].startswith("rounds by") for row in table_rows(bench(), PARITY))
+    assert "with K = 3 is" in verdict(bench(), [])
 
 
 def test_table_without_parity_says_so():
