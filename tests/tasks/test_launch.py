@@ -112,6 +112,7 @@ def test_launch_leaves_a_proven_server_and_a_second_launch_replaces_it(deploymen
     assert len(group_members(record.identity)) == 2  # front and engine
     assert figures["settings"] == {
         "num_steps": K,
+        "choose_steps": False,
         "verify_width": K + 1,
         "slots": ["slot_1", "slot_2", "slot_4"],
         "dtype": "bfloat16",
