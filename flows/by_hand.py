@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from slipstream.configs.schema import Deployment
     from slipstream.tasks.reporting import Reporter
     from slipstream.tasks.stage import Stage, StageResult
 
@@ -24,39 +23,13 @@ def run_stages(
     as_json: bool,
     force: bool,
 ) -> "list[StageResult]":
-    """Runs stages of the registry one after the other on the deployment's host, without Prefect."""
-    from slipstream.configs.load import load
+    """Runs stages of the registry one after the other on the deployment's host, without Prefect.
+
+    On a far host Ctrl-C ends only our looking on: what runs there goes on.
+    """
     from slipstream.tasks.registry import get_stage
 
-    deployment = load(config, overrides or ()).deployment
-    if deployment.host.kind != "local":
-        return _run_there(names, deployment, workdir, as_json=as_json, force=force)
     return run_each(tuple(map(get_stage, names)), config, overrides, workdir, as_json=as_json, force=force)
-
-
-def _run_there(
-    names: tuple[str, ...], deployment: "Deployment", workdir: Path | None, *, as_json: bool, force: bool
-) -> "list[StageResult]":
-    """The same on a far host. Ctrl-C ends only our looking on: what runs there goes on."""
-    from slipstream.flows.signals import unwinding_signals
-    from slipstream.tasks.checks import refuse_other_engine
-    from slipstream.tasks.hosts.far_stage import run_far_stage, stop_far_stages
-    from slipstream.tasks.hosts.open_host import open_host
-    from slipstream.tasks.registry import get_stage
-
-    for name in names:
-        get_stage(name)
-        if name in SERVING_STAGES:
-            refuse_other_engine(deployment, f"stage {name}")
-    host = open_host(deployment)
-    directory = deployment.host.workdir if workdir is None else workdir
-    try:
-        with unwinding_signals(), _reporter(as_json) as reporter:
-            if "cleanup" in names:
-                stop_far_stages(host, directory, lambda text: reporter.say("cleanup", text, markup=False))
-            return [run_far_stage(host, name, deployment, directory, reporter, force=force) for name in names]
-    finally:
-        host.close()
 
 
 def run_each(
@@ -68,20 +41,23 @@ def run_each(
     as_json: bool,
     force: bool,
 ) -> "list[StageResult]":
-    """The same for stages that are in no registry."""
+    """The same for stages that are in no registry; those run on this machine only."""
     from slipstream.configs.load import load
     from slipstream.flows.signals import unwinding_signals
-    from slipstream.tasks.checks import refuse_far_host, refuse_other_engine
-    from slipstream.tasks.stage import run_stage
+    from slipstream.tasks.checks import refuse_other_engine
+    from slipstream.tasks.stage_runner import stage_runner
 
     deployment = load(config, overrides or ()).deployment
-    refuse_far_host(deployment, f"stage {stages[0].name}")
     for stage in stages:
         if stage.name in SERVING_STAGES:
             refuse_other_engine(deployment, f"stage {stage.name}")
     directory = deployment.host.workdir if workdir is None else workdir
-    with unwinding_signals(), _reporter(as_json) as reporter:
-        return [run_stage(stage, deployment, directory, reporter, force=force) for stage in stages]
+    with (
+        unwinding_signals(),
+        _reporter(as_json) as reporter,
+        stage_runner(deployment, directory, reporter, force=force) as run,
+    ):
+        return [run(stage) for stage in stages]
 
 
 @contextmanager

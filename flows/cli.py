@@ -102,7 +102,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
 
     from slipstream.flows.plan import make_plan
     from slipstream.flows.plan_tables import show_findings
-    from slipstream.tasks.checks import refuse, refuse_far_host, refuse_other_engine
+    from slipstream.tasks.checks import refuse, refuse_other_engine
 
     _require_prefect()
     from slipstream.flows.run import run_lifecycle
@@ -110,7 +110,6 @@ def run(config: Config, overrides: Overrides = None) -> None:
     console = Console()
     made = make_plan(config, overrides or ())
     refuse_other_engine(made.loaded.deployment, "run")
-    refuse_far_host(made.loaded.deployment, "run")
     refuse(made.findings)
     show_findings(made, console)
     run_lifecycle(config, overrides or (), console)

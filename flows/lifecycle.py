@@ -2,12 +2,12 @@
 
 One flow with a Prefect task for each stage. The stages' own manifests decide what is skipped, not Prefect's cache, so
 that a stage run by hand and one run here are the same. Whatever happens, servers that the run started are stopped,
-but for `server.after: keep` after a run that ended well.
+but for `server.after: keep` after a run that ended well, and on a far host that cannot be reached any more.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import flow, task
 from prefect.artifacts import create_link_artifact, create_markdown_artifact, create_table_artifact
@@ -17,14 +17,13 @@ from prefect.states import Completed, State
 from slipstream.configs.load import load
 from slipstream.flows.plan import make_plan
 from slipstream.tasks import gates
-from slipstream.tasks.checks import refuse, refuse_far_host, refuse_other_engine
+from slipstream.tasks.checks import refuse, refuse_other_engine
+from slipstream.tasks.hosts.host import HostUnreachable
 from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.registry import all_stages, get_stage
 from slipstream.tasks.reporting import NullReporter, Reporter
-from slipstream.tasks.stage import Stage, StageResult, run_stage
-
-if TYPE_CHECKING:
-    from slipstream.configs.schema import Deployment
+from slipstream.tasks.stage import Stage, StageResult
+from slipstream.tasks.stage_runner import stage_runner
 
 # The listener is no parameter of the flow: parameters are stored, and a deployed run has nobody who watches.
 REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
@@ -43,31 +42,33 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
     """
     deployment = load(config, overrides or ()).deployment
     refuse_other_engine(deployment, "the lifecycle")
-    refuse_far_host(deployment, "the lifecycle")
     workdir, reporter = deployment.host.workdir, REPORTER.get() or NullReporter()
-    with workdir_lock(workdir):
+    with workdir_lock(workdir), stage_runner(deployment, workdir, reporter) as run:
         keep = False
         try:
-            _stop_servers(deployment, workdir, reporter)  # of an earlier run that was killed
+            run(get_stage("cleanup"))  # servers of an earlier run that was killed
             refuse(make_plan(config, overrides or ()).findings)
-            results = [_as_task(stage, deployment, workdir, reporter) for stage in all_stages()]
+            results = [_as_task(stage, run) for stage in all_stages()]
             report = results[-1]
             _publish(report)
             gates.require(report.figures["gates"])
             keep = deployment.server.after == "keep"
+        except HostUnreachable:
+            keep = True  # nothing can be stopped there now: what runs goes on, and the next run finds it
+            raise
         finally:
             if not keep:
-                _stop_servers(deployment, workdir, reporter)
+                run(get_stage("cleanup"))  # outside of Prefect: it has to work when the flow is being torn down
     return {result.name: {"status": result.status, "seconds": result.seconds} for result in results}
 
 
-def _as_task(stage: Stage, deployment: "Deployment", workdir: Path, reporter: Reporter) -> StageResult:
+def _as_task(stage: Stage, run_stage: Callable[[Stage], StageResult]) -> StageResult:
     """Runs a stage as a Prefect task of its name. A skipped stage shows as state `Skipped`."""
 
     results: list[StageResult] = []
 
     def run() -> State[None]:
-        result = run_stage(stage, deployment, workdir, reporter)
+        result = run_stage(stage)
         results.append(result)  # not the task's own result, which Prefect would store
         if result.status == "skipped":
             return Completed(name="Skipped", message="its fingerprint is unchanged")
@@ -76,11 +77,6 @@ def _as_task(stage: Stage, deployment: "Deployment", workdir: Path, reporter: Re
     # A new task for each stage, without parameters: Prefect would walk through and store them.
     task(name=stage.name, task_run_name=stage.name, cache_policy=NO_CACHE, persist_result=False)(run)()
     return results[0]
-
-
-def _stop_servers(deployment: "Deployment", workdir: Path, reporter: Reporter) -> None:
-    """The cleanup stage, outside of Prefect: it has to work when the flow is being torn down."""
-    run_stage(get_stage("cleanup"), deployment, workdir, reporter)
 
 
 def _publish(report: StageResult) -> None:

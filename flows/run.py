@@ -13,6 +13,7 @@ from slipstream.flows.signals import unwinding_signals
 from slipstream.tasks.gates import GatesFailed
 from slipstream.tasks.lock import workdir_lock
 from slipstream.tasks.manifest import MANIFEST, read_json
+from slipstream.tasks.stage_runner import stage_folder
 
 LOG_WIDTH = 120  # columns of tables in a log, whose width nobody tells us
 
@@ -29,7 +30,8 @@ def run_lifecycle(
     console = console or Console()
     if not console.is_terminal:
         console.width = max(console.width, LOG_WIDTH)
-    workdir = load(config, overrides).deployment.host.workdir
+    deployment = load(config, overrides).deployment
+    workdir = deployment.host.workdir
     with unwinding_signals(), workdir_lock(workdir), prefect_server(workdir):
         from slipstream.flows.lifecycle import REPORTER, lifecycle  # only now: prefect reads its settings when imported
 
@@ -39,18 +41,17 @@ def run_lifecycle(
                 token = REPORTER.set(reporter)
                 stages = lifecycle(str(config), list(overrides))
         except GatesFailed:
-            _print_report(workdir, console)  # the figures say more than the error
+            _print_report(stage_folder(deployment, workdir, "report"), console)  # the figures say more than the error
             raise
         finally:
             if token is not None:
                 REPORTER.reset(token)
-        _print_report(workdir, console)
+        _print_report(stage_folder(deployment, workdir, "report"), console)
         return stages
 
 
-def _print_report(workdir: Path, console: Console) -> None:
+def _print_report(folder: Path, console: Console) -> None:
     """The table of the finished report."""
     from slipstream.tasks.report_text import rich_report
 
-    folder = workdir / "report"
     console.print(rich_report(read_json(folder / MANIFEST)["figures"], folder / "report.html"))

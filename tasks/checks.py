@@ -51,11 +51,11 @@ def refuse_other_engine(deployment: "Deployment", what: str) -> None:
 
 
 def refuse_far_host(deployment: "Deployment", what: str) -> None:
-    """Raises SlipstreamError where `what` would run on a far host, to which only single stages go yet."""
+    """Raises SlipstreamError where `what` would run on a far host, which knows only the stages installed there."""
     host = deployment.host
     if host.kind != "local":
         raise SlipstreamError(
-            f"host.kind = {host.kind}: {what} does not go to {host.address} yet",
-            expected="host.kind: local",
-            do="`slipstream stage NAME CONFIG` runs each stage there, in the order of `slipstream plan CONFIG`",
+            f"host.kind = {host.kind}: {what} does not go to {host.address}",
+            expected="a stage as it is installed there",
+            do="leave out what changes it, such as --inject, or give the same command on the host itself",
         )

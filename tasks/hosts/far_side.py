@@ -20,7 +20,7 @@ from typing import Any
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import sha256_file
 from slipstream.tasks.hosts.commands import run_command
-from slipstream.tasks.hosts.jobs import job_status, start_job, stop_job
+from slipstream.tasks.hosts.jobs import job_status, list_jobs, start_job, stop_job
 from slipstream.tasks.hosts.machine_facts import machine_facts
 from slipstream.tasks.os_errors import is_disk_full
 from slipstream.tasks.proc_stat import boot_id
@@ -85,6 +85,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         run_command,
         start_job,
         job_status,
+        list_jobs,
         stop_job,
         settle_file,
         prepare_folder,

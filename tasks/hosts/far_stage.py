@@ -26,6 +26,7 @@ from slipstream.tasks.manifest import MANIFEST, write_json
 from slipstream.tasks.registry import NAMES
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.stage import StageResult
+from slipstream.tasks.stage_runner import FROM_HOST
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -70,7 +71,7 @@ def run_far_stage(
     """
     name = run_name(workdir)
     python = _python(host)
-    base = str(host.hello()["directory"])
+    base = host.directory
     config = _send_deployment(host, deployment, base, name)
     command = (python, "-P", "-m", "slipstream.flows.cli", "stage", stage, config, "--json")
     job = Job(
@@ -98,11 +99,11 @@ def run_far_stage(
 
 def stop_far_stages(host: Host, workdir: Path, say: Callable[[str], None]) -> None:
     """Stops what of a run's stages still runs on the host, each with its whole group. Servers are the cleanup's."""
-    for stage in NAMES:
-        status = host.status(f"{run_name(workdir)}-{stage}")
-        if status is not None and status.members:
+    stages = {f"{run_name(workdir)}-{stage}": stage for stage in NAMES}
+    for status in host.jobs(f"{run_name(workdir)}-"):
+        if status.name in stages and status.members:
             host.stop(status.name)
-            say(f"stopped stage {stage} on {host.name}, which ran since {status.started}")
+            say(f"stopped stage {stages[status.name]} on {host.name}, which ran since {status.started}")
 
 
 def run_name(workdir: Path) -> str:
@@ -202,9 +203,8 @@ def _send_input(host: Host, path: Path) -> str:
 
 def _fetch(host: Host, stage: str, name: str, workdir: Path) -> Path:
     """Brings the stage's manifest and what people look at; returns the folder that they are in."""
-    folder = workdir / "from-host" / stage
+    folder = workdir / FROM_HOST / stage
     folder.mkdir(parents=True, exist_ok=True)
     for path in (f"{stage}/{MANIFEST}", *(path for path in FETCHED if path.startswith(f"{stage}/"))):
-        if host.file_facts(f"{RUNS}/{name}/{path}") is not None:
-            host.get(f"{RUNS}/{name}/{path}", folder / Path(path).name)
+        host.get(f"{RUNS}/{name}/{path}", folder / Path(path).name)
     return folder

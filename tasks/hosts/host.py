@@ -125,6 +125,10 @@ class Host(Protocol):
     def name(self) -> str:
         """For people: `this machine`, `user@address:port`."""
 
+    @property
+    def directory(self) -> str:
+        """Slipstream's directory there, in full."""
+
     def hello(self) -> dict[str, Any]:
         """Who and what it is (`far_side.hello`)."""
 
@@ -141,6 +145,9 @@ class Host(Protocol):
 
     def status(self, name: str) -> JobStatus | None:
         """What is known of a job; None when there is none of that name."""
+
+    def jobs(self, prefix: str = "") -> list[JobStatus]:
+        """Every job whose name begins with `prefix`."""
 
     def stop(self, name: str, *, drain_seconds: float = 20.0) -> JobStatus | None:
         """Ends a job's whole group (SIGTERM, time to drain, SIGKILL) and proves it; None when there is no such job."""

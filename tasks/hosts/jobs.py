@@ -89,6 +89,12 @@ def job_status(base: Path, *, name: str) -> dict[str, Any] | None:
     return _status(folder) if folder.is_dir() else None
 
 
+def list_jobs(base: Path, *, prefix: str) -> list[dict[str, Any]]:
+    """The status of every job whose name begins with `prefix`, by name."""
+    found = (_status(folder) for folder in sorted((base / JOBS).glob("*")) if folder.name.startswith(prefix))
+    return [status for status in found if status is not None]
+
+
 def stop_job(base: Path, *, name: str, drain_seconds: float, kill_seconds: float) -> dict[str, Any] | None:
     """Ends a job's whole group and proves it; None when there is no job of that name.
 

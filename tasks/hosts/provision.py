@@ -84,7 +84,7 @@ def provision(
     if found is not None:
         _note_current(host, key, found)
         return Environment(key, **found, was_there=True)
-    base = host.hello()["directory"]
+    base = host.directory
     place = f"{WHEELS}/{key}"
     for path in (wheel, *wheels):
         _send_once(host, path, f"{place}/{path.name}", hashes[path.name], say)

@@ -42,6 +42,7 @@ class ScriptedHost(ABC):
 
     def __init__(self, base: str, *, command_seconds: float, reconnect_seconds: float) -> None:
         self.base, self.command_seconds, self.reconnect_seconds = base, command_seconds, reconnect_seconds
+        self._directory = ""  # known once asked for; it does not change while a host is a host
 
     @property
     @abstractmethod
@@ -62,6 +63,12 @@ class ScriptedHost(ABC):
     @abstractmethod
     def _fetch(self, source: str, target: Path) -> None:
         """Copies a file from the host, without looking whether it arrived whole."""
+
+    @property
+    def directory(self) -> str:
+        if not self._directory:
+            self._directory = str(self.hello()["directory"])
+        return self._directory
 
     def hello(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("hello", self.command_seconds)
@@ -106,6 +113,9 @@ class ScriptedHost(ABC):
         value = self._ask("job_status", self.command_seconds, name=name)
         return None if value is None else JobStatus.of(value)
 
+    def jobs(self, prefix: str = "") -> list[JobStatus]:
+        return [JobStatus.of(value) for value in self._ask("list_jobs", self.command_seconds, prefix=prefix)]
+
     def stop(self, name: str, *, drain_seconds: float = 20.0) -> JobStatus | None:
         within = drain_seconds + KILL_SECONDS + self.command_seconds
         value = self._ask("stop_job", within, name=name, drain_seconds=drain_seconds, kill_seconds=KILL_SECONDS)
@@ -122,17 +132,19 @@ class ScriptedHost(ABC):
 
     @property
     def archive_path(self) -> str:
-        return f"{self.hello()['directory']}/{build_archive().path}"
+        return f"{self.directory}/{build_archive().path}"
 
     def file_facts(self, path: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._ask("file_facts", HASH_SECONDS, path=path)
         return found
 
     def read_json(self, path: str) -> Any:
-        if self.file_facts(path) is None:
+        try:
+            data: bytes = self._repeat(lambda: self._read(path, 0, MAX_READ_BYTES))
+        except FileNotFoundError:
             return None
         try:
-            return json.loads(self.read(path))
+            return json.loads(data)
         except ValueError as error:
             raise SlipstreamError(
                 f"{path} on {self.name} is not readable as JSON: {error}", expected="JSON", do=f"delete {path} there"

@@ -125,17 +125,17 @@ def test_a_local_host_needs_no_trust(tmp_path):
         trust(path, ())
 
 
-def test_the_lifecycle_of_a_far_host_is_not_run_here_instead(config, monkeypatch):
-    done = CliRunner().invoke(cli.app, ["run", str(config)])
-    assert isinstance(done.exception, SlipstreamError)
-    assert "does not go to 127.0.0.1 yet" in str(done.exception)
-
-
 def test_a_stage_of_a_host_that_is_not_trusted_is_run_nowhere(config):
     for words in (["stage", "resolve"], ["clean"], ["report"]):
         done = CliRunner().invoke(cli.app, [*words, str(config)])
         assert isinstance(done.exception, SlipstreamError), words
         assert "is not known" in str(done.exception)
+
+
+def test_a_changed_stage_is_not_sent_to_a_far_host(config):
+    done = CliRunner().invoke(cli.app, ["parity", str(config), "--inject", "F5:slot=0"])
+    assert isinstance(done.exception, SlipstreamError)
+    assert "does not go to 127.0.0.1" in str(done.exception)
 
 
 def test_nobody_there(server, config):

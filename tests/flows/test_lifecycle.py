@@ -1,7 +1,9 @@
 """The flow with stand-ins for the stages, on a real Prefect server: order, skipping, resuming, cleanup, artifacts."""
 
+import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -17,6 +20,7 @@ from slipstream.flows.prefect_server import prefect_server, stop_left_over
 from slipstream.flows.signals import unwinding_signals
 from slipstream.tasks import registry
 from slipstream.tasks.gates import GatesFailed
+from slipstream.tasks.hosts.host import HostUnreachable
 from slipstream.tasks.lock import LOCK
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.ports import port_is_free
@@ -268,3 +272,134 @@ def test_prefect_server_that_does_not_start_is_an_error_with_its_last_lines(
     with pytest.raises(SlipstreamError, match="Prefect's server did not start"), prefect_server(tmp_path):
         pass
     assert not (tmp_path / "prefect" / "server.state.json").exists()
+
+
+# ---- on a far host ---------------------------------------------------------------------------------------------------
+
+STAND_INS = """
+import sys
+from slipstream.tasks import registry
+from slipstream.tasks.stage import Stage
+from slipstream.flows import cli
+
+def report(context):
+    (context.out / "report.html").write_text("<html></html>")
+    row = {{"figure": "speed", "no speculation": "1", "speculation": "1.2x"}}
+    return {{"verdict": "fast", "table": [row], "markdown": "**fast**", "gates": {gates!r}, "num_steps": 3}}
+
+def body(name):
+    def run(context):
+        open({ran!r}, "a").write(name + "\\n")
+        if name == {hangs!r}:
+            import time
+            time.sleep(600)
+        return report(context) if name == "report" else {{}}
+    return run
+
+table = tuple(Stage(s.name, 1, s.needs, s.config_sections, body(s.name), cached=s.cached) for s in registry.STAGES)
+registry.STAGES, registry._BY_NAME = table, {{stage.name: stage for stage in table}}
+del sys.argv[1:4]  # -P -m slipstream.flows.cli
+cli.main()
+"""
+
+
+class FarWorld:
+    """The stand-ins once more, on a host behind a real SSH server, whose environment knows nothing but them."""
+
+    def __init__(self, root: Path, ssh_tools: ModuleType) -> None:
+        self.server = ssh_tools.SshServer(root / "sshd")
+        self.server.trust()
+        self.root, self.far, self.ran_file = root, root / "far", root / "ran"
+        self.workdir, self.config = root / "here" / "demo", root / "deployment.yaml"
+        self.stand_in()
+        python = root / "python"
+        path, stand_ins = os.environ.get("PYTHONPATH", ""), root / "stand_ins.py"
+        words = f'#!/bin/sh\nOMP_NUM_THREADS=1 PYTHONPATH={path!r} exec {sys.executable} -P {stand_ins} "$@"\n'
+        python.write_text(words)
+        python.chmod(0o755)
+        (root / "current").write_text(json.dumps({"key": "x", "python": str(python)}))
+        self.host = self.server.host(self.far)
+        self.host.put(root / "current", "environments/current.json")
+        host = {"kind": "ssh", "address": "127.0.0.1", "port": self.server.port, "directory": str(self.far)}
+        host |= {"known_hosts": str(self.server.folder / "known_hosts"), "identity_file": str(self.server.user_key)}
+        host |= {"workdir": str(self.workdir), "reconnect_seconds": 2}
+        self.config.write_text(yaml.safe_dump({"host": host}))
+
+    def stand_in(self, gates: tuple[dict[str, str], ...] = (PASSED,), hangs: str = "") -> None:
+        text = STAND_INS.format(gates=list(gates), ran=str(self.ran_file), hangs=hangs)
+        (self.root / "stand_ins.py").write_text(text)
+
+    @property
+    def ran(self) -> list[str]:
+        return self.ran_file.read_text().split() if self.ran_file.is_file() else []
+
+    def close(self) -> None:
+        for folder in sorted((self.far / "jobs").glob("*")):
+            self.host.stop(folder.name, drain_seconds=0)
+        self.host.close()
+        self.server.stop()
+
+
+@pytest.fixture
+def far_world(tmp_path: Path, load_test_module: Callable[[Path], ModuleType]) -> Iterator[FarWorld]:
+    ssh_tools = load_test_module(Path(__file__).parents[1] / "tasks" / "hosts" / "ssh_server.py")
+    if ssh_tools.find_sshd() is None:
+        pytest.skip("no OpenSSH server here (Debian: apt-get install openssh-server)")
+    world = FarWorld(tmp_path, ssh_tools)
+    yield world
+    world.close()
+
+
+def test_the_lifecycle_on_a_far_host(flow: ModuleType, far_world: FarWorld) -> None:
+    result = flow.lifecycle(str(far_world.config))
+    assert far_world.ran == ["cleanup", *registry.NAMES, "cleanup"]
+    assert {entry["status"] for entry in result.values()} == {"done"}
+    assert (far_world.far / "runs" / "demo" / "report" / "report.html").is_file()
+    assert (far_world.workdir / "from-host" / "report" / "report.html").read_text() == "<html></html>"
+    assert not (far_world.workdir / "train").exists()
+
+
+def test_a_lifecycle_that_is_ended_stops_its_stage_on_the_far_host(
+    flow: ModuleType, far_world: FarWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far_world.stand_in(hangs="extract")
+
+    def end_it() -> None:
+        deadline = time.monotonic() + 120
+        while "extract" not in far_world.ran and time.monotonic() < deadline:
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end_it, daemon=True).start()
+    with unwinding_signals(), pytest.raises(BaseException):  # noqa: B017, PT011  (Prefect's own, or SystemExit)
+        flow.lifecycle(str(far_world.config))
+    status = far_world.host.status("demo-extract")
+    assert status is not None
+    assert (status.state, status.members) == ("stopped", ())
+    assert far_world.ran[-2:] == ["extract", "cleanup"]
+
+
+def test_a_host_that_is_gone_ends_the_run_and_leaves_its_stage_running(flow: ModuleType, far_world: FarWorld) -> None:
+    far_world.stand_in(hangs="extract")
+    found = []
+
+    def cut() -> None:
+        deadline = time.monotonic() + 120
+        while "extract" not in far_world.ran and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert far_world.server.process is not None
+        for child in psutil.Process(far_world.server.process.pid).children(recursive=True):
+            if child.name().startswith("sshd"):  # its sessions; the job has left them
+                child.kill()
+        far_world.server.stop()
+        found.append(True)
+
+    thread = threading.Thread(target=cut, daemon=True)
+    thread.start()
+    with pytest.raises(HostUnreachable):
+        flow.lifecycle(str(far_world.config))
+    assert found
+    far_world.server.start()
+    status = far_world.host.status("demo-extract")
+    assert status is not None
+    assert status.state == "running"

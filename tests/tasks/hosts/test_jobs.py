@@ -37,6 +37,14 @@ def test_an_unknown_job_is_none(host):
     assert host.stop("nothing") is None
 
 
+def test_jobs_are_listed_by_the_start_of_their_name(host):
+    for name in ("run-a", "run-b", "other"):
+        host.start(Job(name, SLEEP))
+    assert [status.name for status in host.jobs("run-")] == ["run-a", "run-b"]
+    assert len(host.jobs()) == 3
+    assert host.jobs("nothing") == []
+
+
 def test_a_job_leads_a_session_of_its_own(host):
     status = host.start(Job("sleep", SLEEP))
     identity = status.identity
