@@ -1,14 +1,24 @@
 // y = x W^T for up to 16 rows of x and a weight that lies in DRAM: the sum of skinny_gemm.cuh, weights by bulk copies.
 //
-// A CTA walks over tiles. One thread of its last warp copies their weights through a ring in shared memory, ahead of the
-// other warps and across the borders of tiles; these each sum one part of K. A CTA needs at most half of an SM, so that
-// the CTAs of the next kernel find room while this one runs: their rings fill before griddepcontrol.wait returns.
+// A CTA walks over units of TM tiles. One thread of its last warp copies their weights through a ring in shared memory,
+// ahead of the other warps and across the borders of units; these each sum one part of K.
+//
+// One CTA stands on every SM, and kernels take turns with a large and a small ring (launch.py): a large one and a small
+// one find room on an SM, so that the rings of the next kernel fill while this one runs; two large ones do not. Without
+// that, two CTAs of one kernel share an SM that the kernel before had left, as many SMs have none, the kernel behind finds
+// those, and so on: 44 of 132 SMs with two were seen, and 5.1 ms a chain in place of 3.8. Two small ones can still meet,
+// where a CTA of the kernel before ends ahead of the last one's word that this kernel may start; `left` and units that go
+// to whoever comes first keep that off, and no large kernel passes it on.
+//
+// Units: each CTA has `fixed` of its own; the others are handed out by a counter of the weight, so that CTAs end together.
+// It is asked only behind griddepcontrol.wait, when the kernel before is done with it, and whoever asks last sets it to
+// zero. So it is zero whenever no kernel runs; launches over one weight must be of one stream.
 //
 // The memory is to have work all the time, also from this kernel's last copy to the next one's first behind its wait:
 // about 3 us, in which it could bring 100 KB for each SM. So the copying thread lets the next kernel start when it has
 // `left` slots still to ask for (a kernel that starts earlier fills its ring at the cost of this one's, and has nothing
-// to ask for when it counts), and while it waits for the kernel before it asks for `ahead` more slots than the ring holds,
-// into the L2.
+// to ask for when it counts); it asks for `ahead` more slots than the ring holds into the L2 before its wait,
+// `ahead_behind` behind it, and when it has asked for all of its own, for slots of the next kernel's (NextWeight).
 //
 // A slot of the ring holds STEP chunks of each part, of TM tiles: a run of the packed weight as it lies in memory.
 #pragma once
@@ -17,7 +27,8 @@
 namespace slipstream {
 
 constexpr int MAX_SLOTS = 15;
-constexpr int BARRIER_BYTES = 256;  // in front of the ring: of each slot one "full" and one "empty"
+// In front of the ring: of each slot one "full" and one "empty", then the unit that lies in it (-1: the end).
+constexpr int UNITS_AT = 256, BARRIER_BYTES = 384;
 constexpr int CHUNK_BYTES = 2 * CHUNK;
 
 // A place in the ring; `phase` changes with every turn.
@@ -32,27 +43,21 @@ struct Cursor {
     }
 };
 
-// The weights of this CTA in order, a slot at a time.
-template <int TM, int STEP>
-struct Walk {
-    const bf16* unit;  // its tiles
-    int64_t next_unit;
-    int first = 0, chunks, per_slot;
-    __device__ inline Walk(const Params& p, int warps)
-        : unit(p.weight + int64_t(blockIdx.x) * TM * (p.K / 32) * CHUNK),
-          next_unit(int64_t(gridDim.x) * TM * (p.K / 32) * CHUNK),
-          chunks(p.K / 32),
-          per_slot(STEP * warps) {}
-    __device__ inline int bytes() const { return min(per_slot, chunks - first) * CHUNK_BYTES; }  // of each tile
-    __device__ inline const bf16* of_tile(int i) const { return unit + (int64_t(i) * chunks + first) * CHUNK; }
-    __device__ inline void advance() {
-        first += per_slot;
-        if (first >= chunks) {
-            first = 0;
-            unit += next_unit;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // no bulk copies before
+// Asks this CTA's slots of the next kernel's weight into the L2.
+__device__ inline void prefetch_next(const NextWeight& next, uint64_t policy) {
+    const int of_unit = (next.chunks + next.per_slot - 1) / next.per_slot;
+    for (int i = next.first; i < next.first + next.count; ++i) {
+        const int unit = int(blockIdx.x) + i / of_unit * next.ctas, first = i % of_unit * next.per_slot;
+        if (int(blockIdx.x) >= next.ctas || unit >= next.units) return;
+        const int bytes = min(next.per_slot, next.chunks - first) * CHUNK_BYTES;
+        for (int j = 0; j < next.unit_tiles; ++j) {
+            const int64_t tile = int64_t(unit) * next.unit_tiles + j;
+            bulk_prefetch(next.weight + (tile * next.chunks + first) * CHUNK, bytes, policy);
         }
     }
-};
+}
+#endif
 
 // RESIDENT: X_DEPTH chunks are all of a part, so that x is read (and normed) once, not once a tile. m_groups is 1.
 template <int EPILOGUE, bool NORM, int NT, int TM, int STEP, int X_DEPTH, bool RESIDENT, int MAX_WARPS>
@@ -66,6 +71,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     const int piece = STEP * warps * CHUNK_BYTES, slot_bytes = TM * piece;  // a tile's part of a slot
     float* const all_sums = shared + (BARRIER_BYTES + p.slots * slot_bytes) / 4;
     const int chunks = p.K / 32, units = p.tiles / TM;
+    volatile int32_t* const unit_of = reinterpret_cast<int32_t*>(shared + UNITS_AT / 4);
 
     if (warp == warps && lane == 0) {
         for (int i = 0; i < p.slots; ++i) {
@@ -79,38 +85,74 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     if (warp == warps) {
         if (lane == 0) {
             const uint64_t policy = weight_policy(p.evict_first != 0);
-            const int of_unit = (chunks + STEP * warps - 1) / (STEP * warps);
-            const int slots = (units - blockIdx.x + gridDim.x - 1) / gridDim.x * of_unit, filled = min(p.slots, slots);
-            const int start_next = max(filled, slots - p.left);
+            const int grid = gridDim.x, per_slot = STEP * warps, of_unit = (chunks + per_slot - 1) / per_slot;
+            const bool handed_out = p.fixed * grid < units;
+            const int own = min(p.fixed, (units - int(blockIdx.x) + grid - 1) / grid), filled = min(p.slots, own * of_unit);
+            int unit = blockIdx.x, first = 0, next = -1, taken = 1;  // -1: not known yet
+            bool waited = false, let_go = false;
             Cursor at;
-            Walk<TM, STEP> load(p, warps);
+            const auto take = [&] {
+                if (!handed_out || taken < p.fixed) {
+                    ++taken;
+                    return unit + grid;
+                }
+                const int asked = atomic_add(p.counter, 1);
+                if (asked == units - p.fixed * grid + grid - 1) *p.counter = 0;  // each CTA asks once too often
+                return p.fixed * grid + asked;
+            };
+            const auto bytes_from = [&](int chunk) { return min(per_slot, chunks - chunk) * CHUNK_BYTES; };  // of a tile
+            const auto weights = [&](int of, int i, int chunk) {
+                return p.weight + ((int64_t(of) * TM + i) * chunks + chunk) * CHUNK;
+            };
             const auto load_slot = [&] {
+                // The next unit: in time, for the counter is far, and not too early.
+                const bool may_ask = waited || !handed_out || taken < p.fixed;
+                if (next < 0 && may_ask && first + 4 * per_slot >= chunks) next = take();
                 barrier_wait(empty + 8 * at.slot, at.phase ^ 1);  // in the first turn every slot is empty
-                barrier_expect(full + 8 * at.slot, TM * load.bytes());
+                unit_of[at.slot] = unit;
+                barrier_expect(full + 8 * at.slot, TM * bytes_from(first));
 #pragma unroll
                 for (int i = 0; i < TM; ++i) {
-                    bulk_load(ring + at.slot * slot_bytes + i * piece, load.of_tile(i), load.bytes(), full + 8 * at.slot,
-                              policy);
+                    bulk_load(ring + at.slot * slot_bytes + i * piece, weights(unit, i, first), bytes_from(first),
+                              full + 8 * at.slot, policy);
                 }
                 at.advance(p.slots);
-                load.advance();
+                first += per_slot;
+                if (first >= chunks) {
+                    first = 0;
+                    unit = next;
+                    next = -1;
+                }
+            };
+            // Slots of this CTA's own units, from number `from` on, into the L2.
+            const auto look_ahead = [&](int from, int count) {
+                for (int i = from; i < min(from + count, own * of_unit); ++i) {
+                    const int of = int(blockIdx.x) + i / of_unit * grid, chunk = i % of_unit * per_slot;
+#pragma unroll
+                    for (int j = 0; j < TM; ++j) bulk_prefetch(weights(of, j, chunk), bytes_from(chunk), policy);
+                }
             };
             for (int i = 0; i < filled; ++i) load_slot();
-
-            Walk<TM, STEP> look = load;
-            for (int i = filled; i < min(filled + p.ahead, slots); ++i) {
-#pragma unroll
-                for (int j = 0; j < TM; ++j) bulk_prefetch(look.of_tile(j), look.bytes(), policy);
-                look.advance();
-            }
+            look_ahead(filled, p.ahead);
             // The next kernel never starts before this: attention reads old keys before its own wait, so all before this
             // kernel must be done by then.
             pdl_wait();
-            for (int i = filled; i < slots; ++i) {
-                if (i == start_next) pdl_launch_dependents();
+            waited = true;
+            look_ahead(filled + p.ahead, p.ahead_behind);
+            if (unit < 0) unit = take();
+            while (unit < units) {
+                const bool last = unit + grid >= units;
+                if (last && !let_go && (chunks - first + per_slot - 1) / per_slot <= p.left) {
+                    pdl_launch_dependents();
+                    let_go = true;
+                }
                 load_slot();
             }
-            if (slots == start_next) pdl_launch_dependents();
+            if (!let_go) pdl_launch_dependents();
+            if (p.next.count > 0) prefetch_next(p.next, policy);
+            barrier_wait(empty + 8 * at.slot, at.phase ^ 1);
+            unit_of[at.slot] = -1;
+            barrier_arrive(full + 8 * at.slot);
         }
         pdl_wait();
         return;
@@ -144,13 +186,19 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
             if (u < count && 8 * j + g < p.M) x[u][j] = load_activation(x_begin + j * x_step + u * k_step);
         }
     }
-    Extra extra = load_first_extra<EPILOGUE, NT, TM>(p, 0, blockIdx.x * TM);
     float rstd[NT];
     if (NORM) {
+        // Sums take 1280 bytes for each part; there is room behind a norm's weight of at most 1024 for pieces of 256.
+        static_assert(!RESIDENT || (NT == 1 && TM == 1 && X_DEPTH == 16), "no room for pieces of sums");
+        const bool together = RESIDENT && p.read_together && p.sumsq_in != nullptr && p.num_sumsq % 4 == 0 && p.num_sumsq <= p.K / 16;
+        float* const pieces = all_sums + p.K / 2;
+        if (together) put_pieces(p, pieces, threads);
+        if (RESIDENT) sync_some(threads);
 #pragma unroll
-        for (int j = 0; j < NT; ++j) rstd[j] = row_rstd<(NT == 1 ? 8 : 4)>(p, 8 * j + g, t);
+        for (int j = 0; j < NT; ++j) {
+            rstd[j] = together ? rstd_of_pieces(p, pieces, 8 * j + g, t) : row_rstd<(NT == 1 ? 8 : 4)>(p, 8 * j + g, t);
+        }
         if (RESIDENT) {
-            sync_some(threads);
 #pragma unroll
             for (int u = 0; u < X_DEPTH; ++u) {
                 if (u < count) {
@@ -165,7 +213,11 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
 
     Cursor at;
     int buffer = 0;
-    for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
+    while (true) {
+        barrier_wait(full + 8 * at.slot, at.phase);
+        const int unit = unit_of[at.slot];
+        if (unit < 0) break;
+        const Extra extra = load_first_extra<EPILOGUE, NT, TM>(p, 0, unit * TM);
         float sums[TM][NT][4];
 #pragma unroll
         for (int i = 0; i < TM; ++i) {
@@ -224,8 +276,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
         }
         float* const tile_sums = all_sums + buffer * warps * SUMS;
         put_sums<NT, TM>(tile_sums, warp, lane, sums);
-        const int next = unit + gridDim.x;
-        if (!RESIDENT && next < units && count > X_DEPTH) {  // x from its start for the next tile
+        if (!RESIDENT && count > X_DEPTH) {  // x from its start for the next unit, if there is one
 #pragma unroll
             for (int u = 0; u < X_DEPTH; ++u) {
                 if (NORM) scale[u] = load_activation(p.norm_weight + k0 + u * k_step);
@@ -237,11 +288,10 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
         }
         sync_some(threads);
         finish_tiles<EPILOGUE, NT, TM, MAX_WARPS>(p, tile_sums, warps, threads, 0, unit * TM, extra);
-        if (next < units) extra = load_first_extra<EPILOGUE, NT, TM>(p, 0, next * TM);
         // Two buffers: whoever writes this one again has passed the barrier of the tile between, behind all readers.
         if (BUFFERS == 2) {
             buffer ^= 1;
-        } else if (next < units) {
+        } else {
             sync_some(threads);
         }
     }

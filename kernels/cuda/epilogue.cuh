@@ -6,7 +6,16 @@ namespace slipstream {
 
 enum Epilogue { STORE = 0, ADD = 1, GATE_UP = 2, QKV = 3 };
 
-// kernels/cuda/launch.py has the same struct. Strides are in elements.
+// The weight that the next kernel of bulk_gemm.cuh reads, and which of its slots each CTA brings into the L2.
+struct NextWeight {
+    const bf16* weight;
+    int32_t chunks, unit_tiles, per_slot;  // of K; tiles of a unit; chunks of a slot
+    int32_t units, ctas;
+    int32_t first, count;                  // slots
+    int32_t pad;
+};
+
+// kernels/cuda/launch.py has the same structs. Strides are in elements.
 struct Params {
     const bf16* x;                // [M, K], row stride x_stride
     const bf16* weight;           // packed (pack.py): [tiles of 16 rows, K / 32, 2 MMAs, 32 lanes, 8]
@@ -20,6 +29,7 @@ struct Params {
     bf16* out_k;                  // QKV: cell c at c * kv_stride: [kv_heads, head_dim]
     bf16* out_v;
     float* sumsq_out;             // ADD: [M, ceil(N / 16)]
+    int32_t* counter;             // of the weight (bulk_gemm.cuh)
     int64_t x_stride, residual_stride, angle_stride, kv_stride;
     int32_t M, N, K;
     int32_t tiles;                // of 16 weight rows
@@ -29,8 +39,12 @@ struct Params {
     int32_t m_groups;             // groups of rows of x, each with CTAs of its own
     int32_t q_heads, kv_heads, head_dim;
     int32_t evict_first;
-    int32_t left, ahead;          // slots, of bulk_gemm.cuh: when the next kernel may start, and what goes to the L2
+    int32_t left, ahead, ahead_behind;  // slots, of bulk_gemm.cuh: when the next kernel may start; what goes to the L2
+    int32_t fixed;                // units that each CTA has from the start
+    int32_t read_together;        // sums of squares, by all threads of a CTA (bulk_gemm.cuh)
     float eps, inverse_width;     // 1 / K
+    int32_t pad;
+    NextWeight next;
 };
 
 constexpr int CHUNK = 512;  // elements of a packed tile's chunk: 16 weight rows, 32 k
@@ -86,6 +100,28 @@ __device__ inline float row_rstd(const Params& p, int m, int t) {
                 sum = square_sum(v.w, square_sum(v.z, square_sum(v.y, square_sum(v.x, sum))));
             }
         }
+    }
+    sum += shuffle_xor(0xffffffffu, sum, 1);
+    sum += shuffle_xor(0xffffffffu, sum, 2);
+    return reciprocal_sqrt(multiply_add(sum, p.inverse_width, p.eps));
+}
+
+// row_rstd for a whole CTA from sums that are there, in two steps with a barrier between: `threads` threads put sums of
+// four at `pieces` [M, num_sumsq / 4], in shared memory, then lanes sum these in row_rstd's order. So all loads of all rows
+// are in flight at once.
+__device__ inline void put_pieces(const Params& p, float* pieces, int threads) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < p.M * (p.num_sumsq / 4); i += threads) {
+        const float4 v = load_sums(p.sumsq_in + 4 * i);
+        pieces[i] = (v.x + v.y) + (v.z + v.w);
+    }
+}
+__device__ inline float rstd_of_pieces(const Params& p, const float* pieces, int m, int t) {
+    const int count = p.num_sumsq / 4;
+    float sum = 0.0f;
+    if (m < p.M) {
+#pragma unroll 8
+        for (int i = t; i < count; i += 4) sum += pieces[m * count + i];
     }
     sum += shuffle_xor(0xffffffffu, sum, 1);
     sum += shuffle_xor(0xffffffffu, sum, 2);

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from slipstream.kernels import driver
 from slipstream.kernels.cuda import build
+from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 
@@ -22,19 +24,32 @@ class Epilogue(IntEnum):
     QKV = 3
 
 
+class NextWeight(ctypes.Structure):
+    """As in epilogue.cuh."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("chunks", "unit_tiles", "per_slot", "units", "ctas", "first", "count")),
+        ("pad", ctypes.c_int32),
+    )
+
+
 class Params(ctypes.Structure):
     """As in skinny_gemm.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("x", "weight", "norm_weight", "sumsq_in", "residual", "cos", "sin")),
-        *((name, ctypes.c_void_p) for name in ("write_index", "out", "out_k", "out_v", "sumsq_out")),
+        *((name, ctypes.c_void_p) for name in ("write_index", "out", "out_k", "out_v", "sumsq_out", "counter")),
         *((name, ctypes.c_int64) for name in ("x_stride", "residual_stride", "angle_stride", "kv_stride")),
         *(
             (name, ctypes.c_int32)
             for name in ("M", "N", "K", "tiles", "chunks_per_part", "slots", "num_sumsq", "m_groups")
         ),
-        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first", "left", "ahead")),
+        *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first")),
+        *((name, ctypes.c_int32) for name in ("left", "ahead", "ahead_behind", "fixed", "read_together")),
         *((name, ctypes.c_float) for name in ("eps", "inverse_width")),
+        ("pad", ctypes.c_int32),
+        ("next", NextWeight),
     )
 
 
@@ -88,7 +103,7 @@ class Variant:
         return BARRIER_BYTES + ring + self.sum_bytes(parts)
 
 
-MAX_SLOTS, BARRIER_BYTES = 15, 256  # as in bulk_gemm.cuh
+MAX_SLOTS, BARRIER_BYTES = 15, 384  # as in bulk_gemm.cuh
 MIN_SLOTS = 4  # a shorter ring hides nothing
 RESIDENT_CHUNKS = 16
 SHORT_K, SHORT_K_PAIRS, SHORT_K_16 = Variant(1, 1, 4, 4, 12), Variant(1, 2, 4, 4, 12), Variant(2, 2, 4, 2, 12)
@@ -102,8 +117,9 @@ VARIANTS = (
 )
 MAX_ROWS = 1024  # of a launch of skinny_gemm.cuh; prompts of several requests are just more CTAs
 MAX_WARPS = 12
-# Of shared memory for a CTA by bulk copies: more is slower (3.91 and 3.87 ms a chain of 8B sizes at 113 and 80 KB).
-MOST_BULK_BYTES = 80 << 10
+# Of shared memory for a CTA by bulk copies, in turns: large and small fit on an SM, even with attention's 74 KB in the
+# place of the small one, and two large ones do not (bulk_gemm.cuh).
+LARGE_BULK_BYTES, MOST_BULK_BYTES = 140 << 10, 80 << 10
 IN_L2 = 8 << 20  # bytes of a weight that other CTAs find in the L2 once one has read it
 
 
@@ -126,10 +142,12 @@ class Device:
     Args:
         sms: multiprocessors.
         bulk_bytes: of shared memory for a CTA of which two fit on one; 0: the card has no bulk copies.
+        large_bytes: of every other kernel's CTAs, beside which one of the others fits; 0: as the others.
     """
 
     sms: int
     bulk_bytes: int
+    large_bytes: int = 0
 
 
 def choose(rows: int, tiles: int, width: int, parts: int, per_part: int, device: Device) -> Variant:
@@ -170,7 +188,7 @@ def most_shared_bytes(variant: Variant, shared: int) -> int:
 
 @functools.cache
 def _module(epilogue: Epilogue, device: int) -> driver.Module:
-    shared = _device(device).bulk_bytes
+    shared = max(_device(device).bulk_bytes, _device(device).large_bytes)
     functions = [
         (variant.name(epilogue, norm), most_shared_bytes(variant, shared))
         for norm in norms(epilogue)
@@ -206,22 +224,50 @@ class Flow:
 
     Args:
         left: KB that a CTA has still to ask for when the next kernel may start.
-        ahead: KB behind those in its ring that a CTA asks into the L2 before it waits.
+        ahead, ahead_behind: KB after those in its ring that a CTA asks into the L2 before its wait and behind it.
+        fixed: units that a CTA has from the start; the others go to whoever comes first.
+        next: KB of the next kernel's weights that a CTA asks into the L2 at its end: after those that fit in the next
+            kernel's ring, which is full by then, or from the first on, where attention runs between.
+        read_together: the rows' sums of squares are read by all threads of a CTA, not by each warp for itself.
     """
 
-    left: int = 64
+    left: int = 128
     ahead: int = 0
+    ahead_behind: int = 0
+    fixed: int = 2
+    next: int = 0
+    read_together: bool = True
 
 
 def flow(epilogue: Epilogue, params: Params) -> Flow:
-    """The best of 80 tried on an H200, steps of Llama-3.1-8B's sizes with attention over 300 tokens, ms.
+    """The best of 100 tried on an H200: `left`, `fixed` and rings in turns of 140 and 80 KB.
 
-    M = 1: 4.16, where the next kernel was let go at once in 4.68 (M = 4: 4.26 and 4.72, M = 8: 4.53 and 4.95); left = 0
-    or at once 4.31, 32 4.28, 128 4.32. Into the L2 ahead: behind attention, which asks for little, nothing 4.35, 64
-    4.32, 128 4.38; before every product 4.38; further and further ahead to the kernel's end 4.35.
+    Steps of Llama-3.1-8B's sizes with attention over 300 tokens, M = 1, 4, 8: 3.98, 4.12, 4.33 ms (4.19, 4.32, 4.59
+    with 80 KB each and units dealt out beforehand); the products alone 3.78, where left = 32 took 0.4 to 0.9 more, 256
+    the same, fixed = 1 0.03 more, 4 and above up to 2 more; ahead of every wait: 64 0.02, 256 0.16 more.
     """
-    behind_attention = epilogue is Epilogue.ADD and params.K <= params.N  # its rows are narrower than an MLP's
-    return Flow(ahead=64 if behind_attention else 0)
+    return Flow(ahead=64 if behind_attention(epilogue, params) else 0)
+
+
+def behind_attention(epilogue: Epilogue, params: Params) -> bool:
+    """Of products that add to the stream, the one whose rows are narrower than an MLP's."""
+    return epilogue is Epilogue.ADD and params.K <= params.N
+
+
+class _Turn(threading.local):
+    large = False
+
+
+_turn = _Turn()  # whether this thread's last kernel of bulk copies had a large ring
+
+
+def _take_turn(epilogue: Epilogue, card: Device) -> int:
+    """Bytes of shared memory for a CTA of the kernel that is launched now.
+
+    Large and small in turns, and large always in front of attention, so that every capture of a step finds the same.
+    """
+    _turn.large = epilogue is Epilogue.QKV or not _turn.large
+    return card.large_bytes if _turn.large and card.large_bytes else card.bulk_bytes
 
 
 def _stream(device: int) -> int:
@@ -232,11 +278,24 @@ def _stream(device: int) -> int:
 def _device(device: int) -> Device:
     properties = torch.cuda.get_device_properties(device)
     half = properties.shared_memory_per_multiprocessor // 2 - 1024  # the system takes 1 KB of each CTA
-    return Device(properties.multi_processor_count, min(half, MOST_BULK_BYTES) if capability() >= 90 else 0)
+    if capability() < 90:
+        return Device(properties.multi_processor_count, 0)
+    large = LARGE_BULK_BYTES if 2 * half >= LARGE_BULK_BYTES + MOST_BULK_BYTES else 0
+    return Device(properties.multi_processor_count, min(half, MOST_BULK_BYTES), large)
 
 
-def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:
-    """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows."""
+def launch(
+    epilogue: Epilogue,
+    norm: bool,
+    params: Params,
+    device: int,
+    override: Override,
+    upcoming: PackedWeight | None = None,
+) -> None:
+    """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows.
+
+    Args: upcoming: the weight that will be read next, if that is known.
+    """
     parts, per_part = split_k(params.K, norm)
     if override.parts is not None:
         per_part = -(-(params.K // 32) // override.parts)
@@ -249,22 +308,50 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, override
     params.chunks_per_part = per_part
     params.m_groups = -(-params.M // (8 * variant.row_tiles))
     params.evict_first = int(override.evict_first and params.m_groups == 1)
-    ctas, warps = units * params.m_groups, parts
+    ctas, warps, shared = units * params.m_groups, parts, card.bulk_bytes
     if variant.bulk:
-        params.slots = variant.slots(parts, card.bulk_bytes)
+        shared = _take_turn(epilogue, card)
+        params.slots = variant.slots(parts, shared)
         if params.m_groups > 1 or params.slots < 1 or (variant.resident and per_part > variant.x_depth):
             raise ValueError(f"{params.M} rows, {parts} parts of {per_part}: {variant.name(epilogue, norm)} cannot")
         slot, handed = variant.slot_bytes(parts), flow(epilogue, params)
         params.left, params.ahead = (handed.left << 10) // slot, (handed.ahead << 10) // slot
-        ctas, warps = -(-units // -(-units // card.sms)), parts + 1  # each CTA walks over as many units as the others
+        params.ahead_behind, params.fixed = (handed.ahead_behind << 10) // slot, handed.fixed
+        params.read_together = int(handed.read_together)
+        ctas, warps = min(units, card.sms), parts + 1
+        if handed.next and upcoming is not None:
+            params.next = _next(epilogue, params.M, upcoming, card, handed.next)
     if parts > variant.max_warps:
         raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")
     _module(epilogue, device).functions[variant.name(epilogue, norm)].launch(
         ctas,
         32 * warps,
-        variant.shared_bytes(parts, card.bulk_bytes),
+        # All of it, used or not: no second large one shall fit.
+        shared if variant.bulk else variant.shared_bytes(parts, 0),
         _stream(device),
         params,
         pdl=pdl_enabled() if override.pdl is None else override.pdl,
     )
     launched(settles=epilogue is Epilogue.QKV or variant.bulk)  # as they do
+
+
+def _next(epilogue: Epilogue, rows: int, weight: PackedWeight, card: Device, kb: int) -> NextWeight:
+    """What `launch` will do with the weight that is read next, as far as its kernel is one of bulk copies."""
+    parts, per_part = split_k(weight.shape[1], weight.order is not RowOrder.ROWS)
+    tiles = -(-weight.shape[0] // 16)
+    variant = choose(rows, tiles, weight.shape[1], parts, per_part, card)
+    if not variant.bulk:
+        return NextWeight()
+    units, slot = -(-tiles // variant.weight_tiles), variant.slot_bytes(parts)
+    large = weight.order is RowOrder.HEADS or not _turn.large
+    in_ring = variant.slots(parts, card.large_bytes if large and card.large_bytes else card.bulk_bytes)
+    return NextWeight(
+        weight=weight.data.data_ptr(),
+        chunks=weight.shape[1] // 32,
+        unit_tiles=variant.weight_tiles,
+        per_slot=variant.depth * parts,
+        units=units,
+        ctas=min(units, card.sms),
+        first=0 if epilogue is Epilogue.QKV else in_ring,
+        count=(kb << 10) // slot,
+    )

@@ -1,6 +1,6 @@
 """Weights in the order in which the kernels read them: repacked once, when a model is loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -18,7 +18,7 @@ class RowOrder(Enum):
     HEADS = "heads"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PackedWeight:
     """A weight [N, K] as the matrix unit takes it.
 
@@ -29,12 +29,20 @@ class PackedWeight:
         order: of the rows.
         shape: (N, K).
         head_dim: rows of a head (HEADS).
+        counter: [1] int32, zero but while a product runs that hands out its tiles by it; so products over one weight
+            run one after the other, on one stream.
+        next: the weight that is read after this one, if that is known; a kernel may bring its beginning into the L2.
     """
 
     data: torch.Tensor
     order: RowOrder
     shape: tuple[int, int]
     head_dim: int = 0
+    counter: torch.Tensor = field(init=False, repr=False)
+    next: "PackedWeight | None" = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        self.counter = torch.zeros(1, dtype=torch.int32, device=self.data.device)
 
 
 def pack(weight: torch.Tensor, order: RowOrder = RowOrder.ROWS, head_dim: int = 0) -> PackedWeight:

@@ -107,6 +107,7 @@ __device__ inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_
 }
 
 __device__ inline uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
+__device__ inline int atomic_add(int32_t* at, int v) { return atomicAdd(at, v); }  // what was there before
 __device__ inline void sync_warp() { __syncwarp(); }
 __device__ inline void store_16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }

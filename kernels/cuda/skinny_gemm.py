@@ -126,7 +126,7 @@ def _params(x: torch.Tensor, weight: CudaWeight, order: RowOrder, stream: Stream
         _check(weight.half == half, f"blocks of rows {weight.half} apart", f"{half}, for {order.value}")
     else:
         _check(weight.order is order, f"rows packed in order {weight.order.value}", order.value)
-        params.weight = weight.data.data_ptr()
+        params.weight, params.counter = weight.data.data_ptr(), weight.counter.data_ptr()
     params.inverse_width = 1 / x.shape[1]
     if norm is not None:
         _check(
@@ -163,7 +163,7 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
         wide_launch.launch(epilogue, norm, params, device, cut, override)
     else:
         for group in _groups(epilogue, params):
-            launch(epilogue, norm, group, device, override)
+            launch(epilogue, norm, group, device, override, weight.next)
 
 
 def _groups(epilogue: Epilogue, params: Params) -> Iterator[Params]:

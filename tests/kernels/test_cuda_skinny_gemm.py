@@ -23,6 +23,7 @@ from slipstream.kernels.stream import Norm, Stream
 
 Make = Callable[..., Any]
 HEADS = Heads(q=2, kv=1, dim=64)
+BULK_BYTES = 84 << 10  # of a CTA on the emulated card
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,14 @@ def test_every_kernel_reads_each_weight_once_and_gives_the_product(
     sums_are_of_what_was_written(found)
 
 
-FLOWS = [Flow(left=0), Flow(left=16), Flow(left=1 << 10, ahead=32), Flow(left=0, ahead=16)]
+FLOWS = [
+    Flow(left=0, fixed=9),
+    Flow(left=16),
+    Flow(left=1 << 10, ahead=32, fixed=1),
+    Flow(left=0, ahead=16, ahead_behind=32, read_together=False),
+    Flow(left=1 << 10, ahead_behind=1 << 10, fixed=1),
+    Flow(left=1 << 10, ahead_behind=64, fixed=9),
+]
 
 
 @pytest.mark.parametrize("flow", FLOWS)
@@ -163,13 +171,17 @@ FLOWS = [Flow(left=0), Flow(left=16), Flow(left=1 << 10, ahead=32), Flow(left=0,
     [
         ("add", False, launch.BULK),
         ("add", False, launch.BULK_LONG_K),
+        ("qkv", True, launch.BULK),
         ("qkv", True, launch.BULK_ONE),
     ],
 )
 def test_bulk_copies_hand_the_memory_over(
     emulator: Any, monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, variant: Variant, flow: Flow
 ) -> None:
-    """When the next kernel may start, and what goes to the L2 before: each once and ahead of its copy."""
+    """Which CTA has which units, when the next kernel may start, and what goes to the L2: each once, ahead of its copy.
+
+    CTAs run one after another here: the first has all units that are handed out.
+    """
     case = Case(op, 5, EVERY_N, EVERY_K, norm=norm, sums=True)
     override = Override(variant=variant, parts=8)
     expected = case.run(KERNEL, override=override)
@@ -178,19 +190,74 @@ def test_bulk_copies_hand_the_memory_over(
     assert emulator.faults == 0
     assert (emulator.reads == 1).all()
     assert all(value.equal(expected[name]) for name, value in found.items())
+    assert int(case.packed.counter) == 0  # as the next launch wants it
     assert gpu_launch.settled()
 
     slot_kb, tiles = 8 * variant.weight_tiles, variant.weight_tiles
-    ring, ahead = variant.slots(8, 84 << 10), flow.ahead // slot_kb
     kb = [8 * tiles, 8 * tiles, 8 * tiles, 8 * tiles, 5 * tiles]  # 37 chunks, 8 of each tile in a slot
-    units = emulator.reads.shape[0] // tiles
+    units, grid = emulator.reads.shape[0] // tiles, emulator.grid
+    assert grid == 2
     for cta, (copies, at_start, unwaited, prefetched) in enumerate(emulator.flows.tolist()):
-        all_kb = kb * len(range(cta, units, emulator.grid))
-        filled = min(ring, len(all_kb))
-        assert copies == len(all_kb) * tiles
+        own = list(range(cta, units, grid))[: flow.fixed]
+        handed_out = [] if cta else list(range(grid * flow.fixed, units))
+        slots = [(unit, slot) for unit in own + handed_out for slot in range(len(kb))]
+        filled = min(variant.slots(8, BULK_BYTES), len(own) * len(kb))
+        lets_go = (i for i, (u, s) in enumerate(slots) if u + grid >= units and len(kb) - s <= flow.left // slot_kb)
+        assert copies == len(slots) * tiles
         assert not unwaited
-        assert at_start == max(filled, len(all_kb) - flow.left // slot_kb) * tiles
-        assert prefetched * 16 == sum(all_kb[filled : filled + ahead]) << 10
+        assert at_start == next((i for i in lets_go if i >= filled), len(slots)) * tiles
+        ahead = flow.ahead // slot_kb + flow.ahead_behind // slot_kb
+        assert prefetched * 16 == sum((kb * len(own))[filled : filled + ahead]) << 10
+
+
+def test_large_and_small_rings_take_turns(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SM has no room for two large ones; attention finds the same one in front of it at every capture."""
+    module, compiled = libraries
+    emulator = module.Emulator(compiled)
+    emulator.install(monkeypatch, 80 << 10, 140 << 10)
+    monkeypatch.setattr(launch, "IN_L2", 0)
+    layer = [Case(op, 3, 48, 512, norm=op != "add", sums=True) for op in ("qkv", "add", "gate_up", "add")]
+    head = Case("store", 3, 48, 512, norm=True, sums=True)
+    for before in (0, 1):
+        for _ in range(before):
+            head.run(KERNEL)
+        for _ in range(2):
+            shared = []
+            for case in (*layer, *layer, head):
+                case.run(KERNEL, override=Override(variant=launch.BULK))
+                assert emulator.faults == 0
+                shared.append(emulator.shared[-1] >> 10)
+            assert shared == [140, 80, 140, 80, 140, 80, 140, 80, 140]
+
+
+def test_rings_fit_on_an_sm_as_they_should() -> None:
+    """sm_90 has 228 KB, of which the system takes 1 for each CTA; attention needs at most 74."""
+    large, small, sm = launch.LARGE_BULK_BYTES, launch.MOST_BULK_BYTES, 228 << 10
+    assert 2 * (large + 1024) > sm
+    assert large + small + 2048 <= sm
+    assert large + (74 << 10) + 2048 <= sm
+
+
+@pytest.mark.parametrize("kb", [64, 1 << 10])
+@pytest.mark.parametrize("behind", ["add", "gate_up"])
+def test_the_next_weight_goes_to_the_l2(emulator: Any, monkeypatch: pytest.MonkeyPatch, behind: str, kb: int) -> None:
+    """Where attention runs between from the first, else what does not fit in the next kernel's ring."""
+    monkeypatch.setattr(launch, "flow", lambda epilogue, params: Flow(next=kb))
+    monkeypatch.setattr(launch, "IN_L2", 0)
+    first = Case("qkv" if behind == "add" else "add", 3, 48, 2080, norm=behind == "add", sums=True)
+    then = Case(behind, 3, 88, 2080, norm=behind != "add", sums=True)
+    expected = first.run(KERNEL)
+    first.packed.next = then.packed
+    found = first.run(KERNEL)
+    assert emulator.faults == 0
+    assert all(value.equal(expected[name]) for name, value in found.items())
+    tiles, chunk_kb = -(-then.weight.shape[0] // 16), 1
+    a_cta = [65 * chunk_kb * len(range(cta, tiles, 2)) for cta in (0, 1)]
+    in_ring = 0 if behind == "add" else 9 * 8
+    for cta, flow in enumerate(emulator.flows.tolist()):
+        expected_kb = min(kb, max(0, a_cta[cta] - in_ring))
+        assert abs(flow[3] / 64 - expected_kb) <= 8  # a slot
+    first.packed.next = None
 
 
 @pytest.mark.parametrize(("op", "norm"), CASES)

@@ -57,13 +57,15 @@ class Emulator:
         self.flows: np.ndarray[Any, Any] = np.zeros((0, 4), dtype=np.int64)  # [CTAs, 4], see emulator.cpp
         self.faults = -1
         self.names: list[str] = []
+        self.shared: list[int] = []
         self.groups = self.grid = 0
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, bulk_bytes: int = BULK_BYTES) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch, bulk_bytes: int = BULK_BYTES, large_bytes: int = 0) -> None:
         """For the rest of a test, launches come here; the card is an sm_90 with two SMs and room for short rings."""
         monkeypatch.setattr(cuda_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
         monkeypatch.setattr(cuda_launch, "_stream", lambda device: 0)
-        monkeypatch.setattr(cuda_launch, "_device", lambda device: cuda_launch.Device(sms=2, bulk_bytes=bulk_bytes))
+        card = cuda_launch.Device(2, bulk_bytes, large_bytes)
+        monkeypatch.setattr(cuda_launch, "_device", lambda device: card)
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
         monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, (), lambda size: 2))
@@ -94,6 +96,9 @@ class Emulator:
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
         ranges += scales
+        if common.next.count:
+            weight = 1024 * common.next.units * common.next.unit_tiles * common.next.chunks
+            ranges += [common.next.weight, common.next.weight + weight]
         self.faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,
@@ -109,6 +114,7 @@ class Emulator:
         )
         self.reads, self.flows = reads, flows
         self.names.append(name)
+        self.shared.append(shared_bytes)
         self.groups = common.m_groups
         self.grid = grid
 

@@ -209,13 +209,13 @@ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier
                                 emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
 }
 inline void bulk_prefetch(const bf16* from, int bytes, uint64_t) {
-    const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
-    if (at % 16 || bytes % 16 || bytes <= 0 || at < 0 || size_t(at + bytes) > 16 * emulator::weight_reads.size()) {
+    if (!may_be_copied(from, bytes)) {
         ++emulator::outside_reads;
         return;
     }
-    // Once, and before it is read: all else is for nothing.
-    for (int i = 0; i < bytes / 16; ++i) {
+    // Once, and before it is read: all else is for nothing. (The next kernel's weights are not counted.)
+    const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
+    for (int i = 0; in_weight(from, bytes) && i < bytes / 16; ++i) {
         if (emulator::weight_prefetches[at / 16 + i]++ || emulator::weight_reads[at / 16 + i]) ++emulator::outside_reads;
     }
     emulator::flow.prefetched += bytes / 16;
@@ -228,6 +228,13 @@ inline uint2 load_shared_8(uint32_t from) {
     if (from % 8 || from + 8 > sizeof(shared)) ++emulator::outside_reads;
     memcpy(&v, reinterpret_cast<const char*>(shared) + from, 8);
     return v;
+}
+// CTAs run one after another; only a kernel that waited knows the one before to be done with its counter.
+inline int atomic_add(int32_t* at, int v) {
+    if (!emulator::waited[emulator::current]) ++emulator::unwaited_reads;
+    const int before = *at;
+    *at += v;
+    return before;
 }
 inline void sync_warp() { emulator::exchange(0xffffffffu, {}); }
 inline void sync_some(int threads) { emulator::arrive(emulator::some_barriers[emulated_rank()], threads); }
