@@ -274,6 +274,10 @@ class GraphSteps:
             "warm_up_seconds": round(self.seconds.warm_up, 3),
             "capture_seconds": round(self.seconds.capture, 3),
             "timing_seconds": round(self.seconds.timing, 3),
+            # Requests -> K -> milliseconds, of this rank; of nobody where K is not chosen.
+            "round_ms": {
+                str(size): {str(k): round(ms, 4) for k, ms in times.items()} for size, times in self.round_ms.items()
+            },
         }
 
     def _time_rounds(self) -> None:

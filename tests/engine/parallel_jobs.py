@@ -24,6 +24,7 @@ from slipstream.engine.rank_group import be_patient
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.trace_file import pack_trace
+from slipstream.engine.step_choice import PayingSteps
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
@@ -49,6 +50,7 @@ class Case:
     device: str = "cpu"
     graphs: bool | None = None
     compare_states: bool = True
+    choose_steps: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ def make_engine(parallel: TensorParallel, case: Case) -> Engine:
         rounds_in_flight=case.rounds_in_flight,
         device=case.device,
         graphs=case.graphs,
+        choose_steps=case.choose_steps,
     )
     proposer: Any = None
     if case.draft is not None and case.num_steps:
@@ -202,6 +205,24 @@ def serve_in_flight(parallel: TensorParallel, case: Case, odd_rank: int) -> tupl
     except SlipstreamError as error:
         return [], engine.stats.steps, told[1], str(error)
     return tokens, engine.stats.steps, told[1], ""
+
+
+def serve_choosing(
+    parallel: TensorParallel, case: Case, ms: Sequence[dict[int, float]]
+) -> tuple[list[list[int]], list[dict[int, float]], dict[int, int]]:
+    """Answers with a chosen K: tokens, times in force, rounds of each K. ms: K -> what each rank's clock says of it."""
+    engine = make_engine(parallel, case)
+    prepare = engine.steps.prepare
+
+    def prepared() -> None:
+        prepare()
+        assert {k for times in engine.steps.round_ms.values() for k in times} == set(ms[parallel.rank])
+        engine.steps.round_ms = {size: dict(ms[parallel.rank]) for size in engine.steps.round_ms}
+
+    engine.steps.prepare = prepared  # type: ignore[method-assign]
+    tokens = [answer.token_ids for answer in engine.generate(case.prompts, case.params)]
+    assert isinstance(engine.choice, PayingSteps)
+    return tokens, [dict(times) for times in engine.choice.round_ms.values()], engine.stats.rounds_of
 
 
 def share_card(parallel: TensorParallel) -> TensorParallel:

@@ -189,7 +189,9 @@ def test_every_k_is_captured_and_timed_before_the_first_request(target, prompts,
     one.start()
     assert {size: set(times) for size, times in one.steps.round_ms.items()} == {1: {0, 1, 2}, 2: {0, 1, 2}}
     assert min(ms for times in one.steps.round_ms.values() for ms in times.values()) > 0
-    assert one.steps.describe()["round_steps"] == [0, 1, 2]
+    told = one.steps.describe()
+    assert told["round_steps"] == [0, 1, 2]
+    assert {size: set(times) for size, times in told["round_ms"].items()} == {n: {"0", "1", "2"} for n in "12"}
     assert one.steps.captures == len(one.config.row_buckets) + 2 * 3
     assert one.generate(prompts, PARAMS) == plain
     assert one.captures_after_ready == 0

@@ -1,5 +1,6 @@
 """Tensor parallelism over gloo: 1, 2, 4 and 8 ranks give the same tokens, slots, draft logits and A_k, on every one."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -224,3 +225,19 @@ def test_ranks_with_launches_in_flight_compare_what_was_committed_now_and_then(t
         assert 1 <= compared <= 1 + steps // 64
     for *_, said in ranks.run(2, JOBS, "serve_in_flight", case, 1):
         assert "in the committed tokens of steps 1 to 64" in said
+
+
+def test_ranks_choose_the_same_k_whatever_their_clocks_say(tiny, ranks, jobs, models):
+    """Another K on one rank would be another number of exchanges: they would wait for each other for ever."""
+    target, draft = models["4/2 tied"]
+    params = [SamplingParams(max_tokens=70, ignore_eos=True, temperature=t, seed=3) for t in (0.0, 1.0, 0.0, 0.8)]
+    case = jobs.Case(target, draft, 2, tiny.prompts(4, seed=5), params, rounds_in_flight=2, graphs=True)
+    alone, *_ = ranks.run(1, JOBS, "serve", case)
+    clocks = [{0: 1.0, 1: 1.001, 2: 1.002}, {0: 0.9, 1: 30.0, 2: 40.0}]  # drafts for nothing; drafts that never pay
+    found = ranks.run(2, JOBS, "serve_choosing", replace(case, choose_steps=True), clocks)
+    for tokens, times, rounds in found:
+        assert tokens == alone.tokens
+        assert all(one == {0: 1.0, 1: 30.0, 2: 40.0} for one in times)
+        assert rounds == found[0][2]
+        assert rounds[0] > 20
+        assert rounds[2] > 3
