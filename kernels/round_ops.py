@@ -221,9 +221,9 @@ def _commit(
 ) -> Committed:
     """Both commits; without `token_ids` there are no drafts, and `start` is the table's."""
     if on_gpu(slots):
-        from slipstream.kernels.gpu import round_ops
+        from slipstream.kernels.gpu import commit
 
-        accepted, count = round_ops.commit(table, slots, token_ids, start, num_valid, tokens, gate, ring)
+        accepted, count = commit.commit(table, slots, token_ids, start, num_valid, tokens, gate, ring)
         return Committed(accepted, count)
     if token_ids is None or start is None or num_valid is None:
         start = table.lengths[slots]  # [B]

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.gpu import round_ops, row_copies, sampling
+from slipstream.kernels.gpu import commit, round_ops, row_copies, sampling
 from slipstream.kernels.round_ops import Paging
 from slipstream.kernels.round_ring import RoundRing
 from slipstream.kernels.sampling_batch import SamplingBatch
@@ -44,9 +44,9 @@ def rounds() -> None:
             drafts = empty(batch, num_steps) if num_steps else None
             rows = round_ops.verify_rows(table, slots, drafts, num_steps, ring.clock, Paging(blocks, 16))
             chosen = empty(batch, num_steps + 1)
-            round_ops.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, ring)
-            round_ops.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, None)
-        round_ops.commit(table, slots, None, None, None, empty(batch, 1), empty(batch), ring)
+            commit.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, ring)
+            commit.commit(table, slots, rows.token_ids, rows.start, rows.num_valid, chosen, None, None)
+        commit.commit(table, slots, None, None, None, empty(batch, 1), empty(batch), ring)
     states = [empty(16, 576, dtype=torch.bfloat16) for _ in range(5)]
     slots = empty(4)
     row_copies.select_last(states[0].view(4, 4, 576), slots)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slipstream.kernels import round_ops, row_copies
+from slipstream.kernels.gpu import commit
 from slipstream.kernels.gpu import round_ops as gpu
 from slipstream.kernels.gpu import row_copies as gpu_copies
 from slipstream.kernels.paged_attention import plan_rows
@@ -87,7 +88,7 @@ def test_a_round_is_the_twins(num_steps: int, slots: list[int], kernel_device: s
             assert gpu.verify_rows(on_device, at_device, drafts_there, num_steps, None, None).write_index is None
             chosen = torch.randint(0, 2, (len(slots), num_steps + 1), generator=generator)
             committed = round_ops.commit_round(table, at, rows, chosen, twin_ring)
-            accepted, count = gpu.commit(
+            accepted, count = commit.commit(
                 on_device, at_device, got.token_ids, got.start, got.num_valid, chosen.to(kernel_device), None, ring
             )
             assert torch.equal(accepted.cpu(), committed.accepted)
@@ -109,7 +110,7 @@ def test_the_first_token_is_the_twins(kernel_device: str) -> None:
         chosen, gate = torch.tensor([[7], [8]]), torch.tensor(is_last)
         want = round_ops.commit_first(table, slots, chosen, gate)
         device_arguments = (slots.to(kernel_device), None, None, None, chosen.to(kernel_device), gate.to(kernel_device))
-        _, count = gpu.commit(on_device, *device_arguments, ring)
+        _, count = commit.commit(on_device, *device_arguments, ring)
         assert torch.equal(count.cpu(), want.count)
         assert_same(on_device, table)
         record = ring.read(i, 2)
@@ -123,7 +124,7 @@ def test_a_ring_too_small_is_refused(kernel_device: str) -> None:
     gate, chosen = slots, slots[:, None]
     for ring in (RoundRing.allocate(2, 1, 3, kernel_device), RoundRing.allocate(2, 2, -1, kernel_device)):
         with pytest.raises(ValueError, match="cannot hold 2 requests of 1 tokens"):
-            gpu.commit(table, slots, None, None, None, chosen, gate, ring)
+            commit.commit(table, slots, None, None, None, chosen, gate, ring)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
