@@ -1,22 +1,13 @@
-// The kernels over INT4 weights, one a variant; int4_launch.py holds the same lists. MAX_THREADS and MIN_CTAS, on an SM,
-// bound the registers.
+// The kernels over INT4 weights, one a variant; int4_launch.py holds the same list. MAX_THREADS and MIN_CTAS bound the
+// registers.
 #include <int4_gemm.cuh>
-#include <int4_bulk.cuh>
 
 #define INT4(EPILOGUE, NORM, GROUP, NT, DEPTH, STAGED, MAX_THREADS, MIN_CTAS)                                           \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)                                                 \
         int4_##EPILOGUE##_##NORM##_##GROUP##_##NT##_##DEPTH##_##STAGED##_##MAX_THREADS(                                 \
             const __grid_constant__ slipstream::Int4Params p) {                                                         \
-        extern __shared__ __align__(128) float shared[];                                                                \
+        extern __shared__ float shared[];                                                                               \
         slipstream::int4_gemm<EPILOGUE, NORM, GROUP, NT, DEPTH, STAGED>(p, shared);                                     \
-    }
-
-#define BULK(EPILOGUE, NORM, GROUP, NT, X_QUADS, RESIDENT)                                                              \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                                                \
-        int4bulk_##EPILOGUE##_##NORM##_##GROUP##_##NT##_##X_QUADS##_##RESIDENT(                                         \
-            const __grid_constant__ slipstream::Int4Params p) {                                                         \
-        extern __shared__ __align__(128) float shared[];                                                                \
-        slipstream::int4_bulk<EPILOGUE, NORM, GROUP, NT, X_QUADS, RESIDENT>(p, shared);                                 \
     }
 
 #define FOR_ALL(EPILOGUE, NORM, GROUP)             \
@@ -27,20 +18,7 @@
     INT4(EPILOGUE, NORM, GROUP, 2, 2, 1, 256, 2)   \
     INT4(EPILOGUE, NORM, GROUP, 1, 2, 0, 512, 1)   \
     INT4(EPILOGUE, NORM, GROUP, 2, 1, 0, 512, 1)   \
-    INT4(EPILOGUE, NORM, GROUP, 4, 1, 0, 512, 1)   \
-    BULK_##NORM(EPILOGUE, GROUP)
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // no bulk copies
-#define BULK_0(EPILOGUE, GROUP)
-#define BULK_1(EPILOGUE, GROUP)
-#else
-#define BULK_0(EPILOGUE, GROUP)         \
-    BULK(EPILOGUE, 0, GROUP, 1, 4, 0)   \
-    BULK(EPILOGUE, 0, GROUP, 2, 2, 0)
-#define BULK_1(EPILOGUE, GROUP)         \
-    BULK(EPILOGUE, 1, GROUP, 1, 4, 0)   \
-    BULK(EPILOGUE, 1, GROUP, 1, 4, 1)
-#endif
+    INT4(EPILOGUE, NORM, GROUP, 4, 1, 0, 512, 1)
 
 #if SLIPSTREAM_EPILOGUE == 0
 FOR_ALL(0, 0, SLIPSTREAM_GROUP)

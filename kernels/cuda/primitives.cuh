@@ -71,8 +71,6 @@ __device__ inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
 __device__ inline float bits_to_float(uint32_t bits) { return __uint_as_float(bits); }
 __device__ inline float multiply(float a, float b) { return __fmul_rn(a, b); }  // never fused with an add
 __device__ inline float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
-// The upper half of the product.
-__device__ inline uint32_t multiply_high(uint32_t a, uint32_t b) { return __umulhi(a, b); }
 __device__ inline float reciprocal_sqrt(float x) { return rsqrtf(x); }
 __device__ inline float exponential(float x) { return expf(x); }
 
@@ -183,12 +181,6 @@ __device__ inline uint2 load_shared_8(uint32_t from) {
     uint2 v;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(from) : "memory");
     return v;
-}
-// What it was; one more is there then, or 0 behind `top`.
-__device__ inline int increment_shared(uint32_t counter, int top) {
-    int was;
-    asm volatile("atom.relaxed.cta.shared::cta.inc.u32 %0, [%1], %2;" : "=r"(was) : "r"(counter), "r"(top) : "memory");
-    return was;
 }
 // The first `threads` threads of the CTA.
 __device__ inline void sync_some(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }

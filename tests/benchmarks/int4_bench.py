@@ -1,27 +1,23 @@
 """Times matrix products over INT4 weights inside CUDA graphs, weights cold. By hand, on a GPU; ends within a minute:
 
-    python tests/benchmarks/int4_bench.py [--only check|chains|sweep|shapes|triton] [--bulk] [--ceiling 4.55]
+    python tests/benchmarks/int4_bench.py [--only check|chains|shapes|triton] [--ceiling 4.55]
 
-Shapes are those of an 8B Llama. `plan` is the kernel that serving takes, or would with --bulk; others are the same sum
-cut otherwise: row tiles . depth . staged . warps, by bulk copies row tiles . quads of x . resident. A chain is the
-products of 32 layers, and the bf16 head, in one graph; no attention. The sweep runs chains by bulk copies in many cuts.
+Shapes are those of an 8B Llama. `plan` is the kernel that serving takes; the others are the same sum cut otherwise (row
+tiles . depth . staged . warps). A chain is the products of 32 layers, and the bf16 head, in one graph; no attention.
 """
 
 import argparse
-import contextlib
 import copy
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 from cold_graphs import TWINS, copies_of, relative_error, seconds_per_replay
 
 from slipstream.kernels.cuda import int4_launch, skinny_gemm
-from slipstream.kernels.cuda.int4_launch import DIRECT_16, Bulk, Cut, Variant
+from slipstream.kernels.cuda.int4_launch import Variant
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.cuda.pack import pack
 from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
@@ -115,59 +111,24 @@ def shapes(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
-def others(op: str, rows: int) -> list[Variant | Bulk]:
+def others(op: str, rows: int) -> list[Variant]:
     """Cuts to compare with the plan."""
     n, k, _ = OPS[op]
-    parts, limit = int4_launch.split_k(n, k), int4_launch.shared_limit(90)
-    plan = int4_launch.choose(EPILOGUES[op], rows, (n, k), 128, 90)
-    norm = int4_launch.has_norm(EPILOGUES[op])
-    bulks = [b for b in int4_launch.BULKS if b.takes(norm, k // int4_launch.QUAD) and parts <= int4_launch.BULK_PARTS]
-    loads = [
+    parts, _ = int4_launch.split_k(n, k)
+    limit = int4_launch.shared_limit(90)
+    plan = int4_launch.choose(EPILOGUES[op], rows, k, parts, limit)
+    return [
         v
         for v in int4_launch.VARIANTS
-        if parts <= v.max_warps
+        if v != plan
+        and parts <= v.max_warps
         and 8 * v.row_tiles >= rows > 4 * v.row_tiles - 4
         and v.staged_bytes(rows, k) + v.sums_bytes(parts) <= limit
     ]
-    return [one for one in (*bulks, *loads) if one != plan]
 
 
-def label(kernel: Variant | Bulk) -> str:
-    if isinstance(kernel, Bulk):
-        return f"bulk.{kernel.row_tiles}.{kernel.x_quads}.{int(kernel.resident)}"
-    return f"{kernel.row_tiles}.{kernel.depth}.{int(kernel.staged)}.{kernel.max_warps}"
-
-
-@contextlib.contextmanager
-def launches(bulk: bool, cut: Cut | None = None) -> Iterator[None]:
-    """By bulk copies where that may be, or not; cut so."""
-    kept = int4_launch.BULK, int4_launch.CUT
-    int4_launch.BULK, int4_launch.CUT = bulk, cut or int4_launch.CUT
-    try:
-        yield
-    finally:
-        int4_launch.BULK, int4_launch.CUT = kept
-
-
-PLAN = int4_launch.CUT
-CUTS = {
-    "plan": PLAN,
-    "start at once": replace(PLAN, left=1000),
-    "left 128": replace(PLAN, left=128),
-    "left 32": replace(PLAN, left=32),
-    "start at the end": replace(PLAN, left=0),
-    "ring 96": replace(PLAN, ring=96),
-    "ring 80": replace(PLAN, ring=80),
-    "ring 60": replace(PLAN, ring=60),
-    "ahead 64": replace(PLAN, ahead=64),
-    "gate_up 64": replace(PLAN, gate_up=64),
-    "gate_up 128": replace(PLAN, gate_up=128),
-    "gate_up 256": replace(PLAN, gate_up=256),
-    "ahead 64, gate_up 128": replace(PLAN, ahead=64, gate_up=128),
-    "left 128, gate_up 128": replace(PLAN, left=128, gate_up=128),
-    "left 32, gate_up 128": replace(PLAN, left=32, gate_up=128),
-    "16 rows a CTA": replace(PLAN, row_tiles=2),
-}
+def label(variant: Variant) -> str:
+    return f"{variant.row_tiles}.{variant.depth}.{int(variant.staged)}.{variant.max_warps}"
 
 
 class Chain:
@@ -191,56 +152,28 @@ class Chain:
 
 
 def check(group: int) -> None:
-    """Two layers of sixteen rows against the torch twins; their bits in fewer rows, by loads, without PDL, recut."""
+    """Two layers of sixteen rows against the torch twins; their bits in fewer rows and without PDL."""
     chain, inputs = Chain(group, 2), Inputs(16)
     with torch.enable_grad():
         expected = chain.forward(inputs, TWINS).rows
-    for bulk in (False, True):
-        with launches(bulk):
-            found = chain.forward(inputs).rows
-            by_loads = chain.forward(inputs, override=Override(variant=DIRECT_16)).rows  # type: ignore[arg-type]
-            same = {"by loads": found.equal(by_loads)}
-        for rows in (1, 3, 8, 16):
-            few = inputs.first(rows)
-            for name, cut in CUTS.items() if bulk else [("plan", PLAN)]:
-                for pdl in (False, True):
-                    with launches(bulk, cut):
-                        got = chain.forward(few, override=Override(pdl=pdl)).rows
-                    same[f"{rows} rows, {name}, PDL {pdl}"] = found[:rows].equal(got)
-        error = relative_error(found, expected)
-        other = [name for name, equal in same.items() if not equal]
-        words = f"relative error to the twins {error:.5f}; {len(same)} runs, other bits: {other or 'none'}"
-        print(f"g{group}, bulk copies {bulk}: two layers, {words}", flush=True)
-        assert error < 1e-2
-        assert not other
+    found = chain.forward(inputs).rows
+    error = relative_error(found, expected)
+    same = {}
+    for rows in (1, 3, 8, 16):
+        few = inputs.first(rows)
+        for pdl in (False, True):
+            same[f"{rows} rows, PDL {pdl}"] = found[:rows].equal(chain.forward(few, override=Override(pdl=pdl)).rows)
+    other = [name for name, equal in same.items() if not equal]
+    words = f"relative error to the twins {error:.5f}; {len(same)} runs, other bits: {other or 'none'}"
+    print(f"g{group}: two layers, {words}", flush=True)
+    assert error < 1e-2
+    assert not other
 
 
 def checks(_: float) -> list[dict[str, object]]:
     for group in (128, 32):
         check(group)
     return []
-
-
-def sweep(ceiling: float) -> list[dict[str, object]]:
-    """Chains by loads, and by bulk copies cut in every way of CUTS."""
-    results: list[dict[str, object]] = []
-    for group in (128, 32):
-        chain = Chain(group)
-        for rows in ROWS:
-            inputs = Inputs(rows)
-            ways = {"by loads": (False, PLAN)} | {name: (True, cut) for name, cut in CUTS.items()}
-            for name, (bulk, cut) in ways.items():
-                if rows <= 8 and cut.row_tiles > 1:
-                    continue
-                with launches(bulk, cut):
-                    seconds = seconds_per_replay(lambda chain=chain, inputs=inputs: chain.forward(inputs))
-                rate = chain.int4_bytes / seconds / 1e12
-                words = f"{seconds * 1e3:6.3f} ms {rate:5.2f} TB/s {rate / ceiling:4.0%}"
-                print(f"g{group:<3} M={rows:<2} {name:21} {words}", flush=True)
-                results.append({"sweep": name, "group": group, "rows": rows, "ms": seconds * 1e3})
-        del chain
-        torch.cuda.empty_cache()
-    return results
 
 
 def chains(ceiling: float) -> list[dict[str, object]]:
@@ -296,14 +229,13 @@ def triton(ceiling: float) -> list[dict[str, object]]:
     return results
 
 
-PARTS = {"check": checks, "chains": chains, "sweep": sweep, "shapes": shapes, "triton": triton}
+PARTS = {"check": checks, "chains": chains, "shapes": shapes, "triton": triton}
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=tuple(PARTS))
-    parser.add_argument("--bulk", action="store_true", help="few rows by bulk copies")
     parser.add_argument("--ceiling", type=float, default=4.55, help="TB/s of a pure read")
     args = parser.parse_args()
     began = time.monotonic()
@@ -314,8 +246,7 @@ def main() -> None:
     results: list[dict[str, object]] = []
     for name, part in PARTS.items():
         if args.only in (None, name):
-            with launches(args.bulk or int4_launch.BULK):
-                results += part(args.ceiling)
+            results += part(args.ceiling)
             print(f"[{name}: {time.monotonic() - began:.1f} s since the start]", flush=True)
             torch.cuda.empty_cache()
     if out := os.environ.get("OUT"):

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.kernels import dispatch, linear_add, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda import int4_launch, skinny_gemm
-from slipstream.kernels.cuda.int4_launch import Bulk, Cut, Variant
+from slipstream.kernels.cuda.int4_launch import Variant
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.gpu import launch as gpu_launch
 from slipstream.kernels.int4 import Int4Weight, arrange, dequantise, pack
@@ -128,34 +128,26 @@ def within_the_bound(case: Case, y: torch.Tensor) -> None:
     assert ((y.double() - want).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("name", ["NARROW", "WIDE_16", "DIRECT", "DIRECT_16", "RESIDENT", "STREAM"])
+@pytest.mark.parametrize("name", ["NARROW", "WIDE_16", "DIRECT", "DIRECT_16"])
 @pytest.mark.parametrize("columns", [384, 128])
 def test_sums_of_squares_in_any_number_of_parts_are_read_of_every_row(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str, columns: int
+    emulators: Callable[..., Any], name: str, columns: int
 ) -> None:
     """One a row, as the embedding leaves them, or three."""
     emulators(128)
     variant = getattr(int4_launch, name)
-    monkeypatch.setattr(int4_launch, "BULK", isinstance(variant, Bulk))
     case = Case("gate_up", 8 * variant.row_tiles, 48, 384, 128)
     case.sums = columns
     same_but_for_rounding(case.run(override=Override(variant=variant)), case.twin())
 
 
-def kernels() -> list[Any]:
-    """(op, kernel) of every kernel that is compiled."""
-    loads = [(op, variant) for op in OPS for variant in int4_launch.VARIANTS]
-    norm = {op: int4_launch.has_norm(epilogue) for op, epilogue in OPS.items()}
-    return loads + [(op, bulk) for op in OPS for bulk in int4_launch.BULKS if bulk.takes(norm[op], 1)]
-
-
-@pytest.mark.parametrize(("op", "variant"), kernels())
+@pytest.mark.parametrize("variant", int4_launch.VARIANTS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group", [32, 128])
 def test_every_kernel_reads_each_weight_once_and_gives_the_product(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, op: str, group: int, variant: Variant | Bulk
+    emulators: Callable[..., Any], op: str, group: int, variant: Variant
 ) -> None:
     emulator = emulators(group)
-    monkeypatch.setattr(int4_launch, "BULK", isinstance(variant, Bulk))
     case = Case(op, 8 * variant.row_tiles - 3, 48, 384, group)  # three quads, a warp each
     found = case.run(override=Override(variant=variant))
     assert emulator.names[-1] == variant.name(OPS[op], group)
@@ -171,16 +163,11 @@ def test_every_kernel_reads_each_weight_once_and_gives_the_product(
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize(
-    ("bulk", "group", "quads"), [(False, 32, 33), (False, 128, 33), (True, 32, 33), (True, 128, 11)]
-)
-def test_bits_of_a_row_do_not_depend_on_the_others(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, op: str, bulk: bool, group: int, quads: int
-) -> None:
-    """Parts of unequal length, that stay in a thread and that do not; rows of every kernel."""
-    monkeypatch.setattr(int4_launch, "BULK", bulk)
+@pytest.mark.parametrize("group", [32, 128])
+def test_bits_of_a_row_do_not_depend_on_the_others(emulators: Callable[..., Any], op: str, group: int) -> None:
+    """17 parts of K's 33 quads make two for each warp and one for the last; rows of every variant."""
     emulator = emulators(group)
-    case = Case(op, 34, 64, quads * 128, group)
+    case = Case(op, 34, 32, 33 * 128, group)
     whole = case.run()
     assert emulator.faults == 0
     assert emulator.groups == 2
@@ -191,53 +178,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(
         for name, value in part.items():
             if name != "cache":
                 assert value.equal(whole[name][rows]), (name, rows)
-    names = {name.split("_")[0] + name.split("_")[4] for name in emulator.names}
-    assert names == ({"int4bulk1", "int44"} if bulk else {"int41", "int42", "int44"})  # tiles of 8 rows
-
-
-CUTS = (
-    Cut(ring=56, left=0),
-    Cut(ring=60, left=20, ahead=20, gate_up=20),
-    Cut(ring=112, left=40, ahead=1000, gate_up=1000, row_tiles=2),
-    Cut(ring=112, left=1000),
-)
-
-
-@pytest.mark.parametrize(("op", "group", "quads"), [("gate_up", 32, 19), ("store", 128, 5), ("add", 128, 43)])
-def test_cuts_of_the_bulk_copies_change_no_bit(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, op: str, group: int, quads: int
-) -> None:
-    """Rings longer than a CTA's weights and shorter, several blocks in turn; each weight is copied once a group."""
-    monkeypatch.setattr(int4_launch, "BULK", True)
-    emulator = emulators(group)
-    case = Case(op, 11, 96, quads * 128, group)
-    loads = case.run(override=Override(variant=int4_launch.DIRECT_16))
-    same_but_for_rounding(loads, case.twin())
-    for rows in (slice(0, 11), slice(3, 8)):
-        for cut in CUTS:
-            monkeypatch.setattr(int4_launch, "CUT", cut)
-            found = case.run(rows)
-            assert emulator.names[-1].startswith("int4bulk")
-            assert emulator.faults == 0
-            assert (emulator.reads == emulator.groups).all()
-            slots = -(-quads // min(8, quads)) * (6 if op == "gate_up" else 3)  # of the only CTA of a group
-            copies, at_start, unwaited, prefetched = emulator.flows[0]
-            assert copies == 2 * slots
-            assert not unwaited
-            rest = max(0, slots - slots_of(op, rows, case))  # to ask for after the wait
-            assert (at_start < 0) == (cut.left == 0 < rest)  # at its end
-            assert (prefetched > 0) == (cut.ahead > 0 and emulator.groups == 1 and rest > 0)
-            for name, value in found.items():
-                if name != "cache":
-                    assert value.equal(loads[name][rows]), (name, rows, cut)
-
-
-def slots_of(op: str, rows: slice, case: Case) -> int:
-    """Slots of a launch."""
-    count = len(range(*rows.indices(case.x.shape[0])))
-    kernel = int4_launch.choose(OPS[op], count, case.weight.shape, case.weight.group, 90)
-    assert isinstance(kernel, Bulk)
-    return int4_launch.layout(kernel, OPS[op], count, case.weight.shape, case.weight.group, 90).slots
+    assert {name.split("_")[4] for name in emulator.names} == {"1", "2", "4"}  # tiles of 8 rows
 
 
 def test_a_norm_reads_the_rows_where_no_sums_were_left(emulators: Callable[..., Any]) -> None:
@@ -307,16 +248,12 @@ def test_many_rows_go_in_groups(emulators: Callable[..., Any], monkeypatch: pyte
             assert value.equal(whole[name][rows]), (name, rows)
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_only_the_product_of_q_k_and_v_and_bulk_copies_settle(
-    emulators: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, bulk: bool
-) -> None:
-    """What attention may read before it waits hangs on it; the kernels' sources have the same conditions."""
-    monkeypatch.setattr(int4_launch, "BULK", bulk)
+def test_only_the_product_of_q_k_and_v_settles(emulators: Callable[..., Any]) -> None:
+    """What attention may read before it waits hangs on it; the kernel's source has the same condition."""
     emulators(128)
     for op in OPS:
         Case(op, 1, 32, 256, 128).run()
-        assert gpu_launch.settled() == (op == "qkv" or bulk)
+        assert gpu_launch.settled() == (op == "qkv")
 
 
 def test_lists_of_kernels_agree() -> None:
@@ -329,10 +266,6 @@ def test_lists_of_kernels_agree() -> None:
     }
     assert compiled == set(int4_launch.VARIANTS)
     assert len(lines) == len(compiled)
-    lines = re.findall(r"BULK\(EPILOGUE, (\d), GROUP, (\d), (\d), (\d)\)", source)
-    bulks = {(norm == "1", Bulk(int(tiles), int(quads), resident == "1")) for norm, tiles, quads, resident in lines}
-    assert bulks == {(norm, bulk) for norm in (False, True) for bulk in int4_launch.BULKS if bulk.takes(norm, 1)}
-    assert len(lines) == len(bulks)
     for epilogue in Epilogue:
         assert f"FOR_ALL({int(epilogue)}, {int(int4_launch.has_norm(epilogue))}, SLIPSTREAM_GROUP)" in source
 
@@ -343,40 +276,19 @@ def test_lists_of_kernels_agree() -> None:
 )
 def test_warps_cover_k(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     quads, blocks = shape[1] // 128, -(-shape[0] // 32)
-    parts = int4_launch.split_k(*shape)
-    assert 1 <= parts <= min(16, quads)
+    parts, per_part = int4_launch.split_k(*shape)
+    assert (parts - 1) * per_part < quads <= parts * per_part
     for arch in (80, 90, 120):
         limit = int4_launch.shared_limit(arch)
         monkeypatch.setattr(int4_launch, "capability", lambda arch=arch: arch)
         for rows in (1, 4, 6, 7, 8, 9, 16, 17, 128):
             for epilogue in Epilogue:
-                variant = int4_launch.choose(epilogue, rows, shape, 128, arch)
-                assert isinstance(variant, Variant)
+                variant = int4_launch.choose(epilogue, rows, shape[1], parts, limit)
                 assert parts <= variant.max_warps
                 staged, sums = variant.staged_bytes(rows, shape[1]), variant.sums_bytes(parts)
-                in_turn = int4_launch.turns(variant, blocks, quads, parts, 108, staged + 2 * sums)
+                in_turn = int4_launch.turns(variant, blocks, quads, per_part, 108, staged + 2 * sums)
                 assert staged + sums * min(2, in_turn) <= limit
                 assert not variant.staged or rows <= 8 * variant.row_tiles
-
-
-@pytest.mark.parametrize("shape", [(6144, 4096), (28672, 4096), (4096, 14336), (32, 128), (4096, 65536)])
-@pytest.mark.parametrize("group", [32, 128])
-def test_rings_leave_room_for_the_next_kernel(
-    shape: tuple[int, int], group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(int4_launch, "BULK", True)
-    found = set()
-    for arch in (90, 120):
-        for rows in (1, 8, 9, 16):
-            for epilogue in Epilogue:
-                kernel = int4_launch.choose(epilogue, rows, shape, group, arch)
-                found.add(type(kernel))
-                if isinstance(kernel, Bulk):
-                    cut = int4_launch.layout(kernel, epilogue, rows, shape, group, arch)
-                    assert cut.slots >= int4_launch.MIN_SLOTS
-                    assert 2 * (cut.total + 1024) <= int4_launch.shared_limit(arch) + 1024
-                    assert kernel.takes(int4_launch.has_norm(epilogue), shape[1] // 128)
-    assert Bulk in found
 
 
 def test_what_is_not_done_is_refused() -> None:
@@ -399,10 +311,10 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 
 @pytest.mark.gpu
 @GPU
-@pytest.mark.parametrize(("op", "variant"), kernels())
+@pytest.mark.parametrize("variant", int4_launch.VARIANTS)
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group", [32, 128])
-def test_gpu_every_kernel(monkeypatch: pytest.MonkeyPatch, op: str, group: int, variant: Variant | Bulk) -> None:
-    monkeypatch.setattr(int4_launch, "BULK", isinstance(variant, Bulk))
+def test_gpu_every_kernel(op: str, group: int, variant: Variant) -> None:
     case = Case(op, 8 * variant.row_tiles - 3, 48, 384, group, "cuda")
     found = case.run(override=Override(variant=variant))
     same_but_for_rounding(found, case.twin())
@@ -414,10 +326,8 @@ def test_gpu_every_kernel(monkeypatch: pytest.MonkeyPatch, op: str, group: int, 
 @GPU
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("group", [32, 128])
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(576, 640), (1008, 4096), (1008, 14336), (6144, 4096)])
-def test_gpu_rows_and_twin(monkeypatch: pytest.MonkeyPatch, op: str, group: int, bulk: bool, n: int, k: int) -> None:
-    monkeypatch.setattr(int4_launch, "BULK", bulk)
+def test_gpu_rows_and_twin(op: str, group: int, n: int, k: int) -> None:
     if op == "gate_up":
         n = 32 * (n // 32)
     case = Case(op, 128, n, k, group, "cuda")

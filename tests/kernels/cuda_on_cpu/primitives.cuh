@@ -299,7 +299,6 @@ inline void mma_16x8x16(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, ui
 
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
-inline uint32_t multiply_high(uint32_t a, uint32_t b) { return uint32_t(uint64_t(a) * b >> 32); }
 inline float reciprocal_sqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float exponential(float x) { return std::exp(x); }
 
@@ -402,13 +401,6 @@ inline void store_shared(uint32_t to, uint4 v) {
     memcpy(reinterpret_cast<char*>(shared) + to, &v, 16);
 }
 inline void store_shared(uint32_t to, float v) { float_in_shared(to) = v; }
-inline int increment_shared(uint32_t counter, int top) {
-    uint32_t was;
-    memcpy(&was, &float_in_shared(counter), 4);
-    const uint32_t now = was >= uint32_t(top) ? 0 : was + 1;
-    memcpy(&float_in_shared(counter), &now, 4);
-    return int(was);
-}
 inline float load_shared_float(uint32_t from) { return float_in_shared(from); }
 
 inline void pdl_launch_dependents() {
