@@ -8,7 +8,6 @@ INT4 weights lie in the order of their CUDA C++ kernels as soon as they are load
 marked. They are taken where the input width is a multiple of 128.
 """
 
-import itertools
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -90,19 +89,6 @@ def pack_weights(model: nn.Module) -> None:
                 layer.weight = packed
     if isinstance(model, TiedHead) and model.tied_head is not None and _takes(model.tied_head, RowOrder.ROWS, 0):
         model.packed_head = pack(model.tied_head.data)
-    _tell_next(model)
-
-
-def _tell_next(model: nn.Module) -> None:
-    """Has each packed weight know which one is read next: modules stand in the order of execution, and behind the head
-    comes the first layer again."""
-    weights: list[Any] = [layer.weight for layer in model.modules() if isinstance(layer, Linear)]
-    head = getattr(model, "packed_head", None)
-    first = next((w for w in weights if isinstance(w, PackedWeight) and w.order is RowOrder.HEADS), None)
-    weights += [first] if head is None else [head, first]
-    for weight, after in itertools.pairwise(weights):
-        if isinstance(weight, PackedWeight) and isinstance(after, PackedWeight):
-            weight.next = after
 
 
 def describe(products: MatrixProducts, *models: nn.Module | None) -> dict[str, Any]:

@@ -17,8 +17,7 @@
 // The memory is to have work all the time, also from this kernel's last copy to the next one's first behind its wait:
 // about 3 us, in which it could bring 100 KB for each SM. So the copying thread lets the next kernel start when it has
 // `left` slots still to ask for (a kernel that starts earlier fills its ring at the cost of this one's, and has nothing
-// to ask for when it counts); it asks for `ahead` more slots than the ring holds into the L2 before its wait,
-// `ahead_behind` behind it, and when it has asked for all of its own, for slots of the next kernel's (NextWeight).
+// to ask for when it counts); behind its wait it asks for `ahead` more slots than the ring holds into the L2.
 //
 // A slot of the ring holds STEP chunks of each part, of TM tiles: a run of the packed weight as it lies in memory.
 #pragma once
@@ -42,22 +41,6 @@ struct Cursor {
         }
     }
 };
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // no bulk copies before
-// Asks this CTA's slots of the next kernel's weight into the L2.
-__device__ inline void prefetch_next(const NextWeight& next, uint64_t policy) {
-    const int of_unit = (next.chunks + next.per_slot - 1) / next.per_slot;
-    for (int i = next.first; i < next.first + next.count; ++i) {
-        const int unit = int(blockIdx.x) + i / of_unit * next.ctas, first = i % of_unit * next.per_slot;
-        if (int(blockIdx.x) >= next.ctas || unit >= next.units) return;
-        const int bytes = min(next.per_slot, next.chunks - first) * CHUNK_BYTES;
-        for (int j = 0; j < next.unit_tiles; ++j) {
-            const int64_t tile = int64_t(unit) * next.unit_tiles + j;
-            bulk_prefetch(next.weight + (tile * next.chunks + first) * CHUNK, bytes, policy);
-        }
-    }
-}
-#endif
 
 // RESIDENT: X_DEPTH chunks are all of a part, so that x is read (and normed) once, not once a tile. m_groups is 1.
 template <int EPILOGUE, bool NORM, int NT, int TM, int STEP, int X_DEPTH, bool RESIDENT, int MAX_WARPS>
@@ -124,21 +107,16 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
                     next = -1;
                 }
             };
-            // Slots of this CTA's own units, from number `from` on, into the L2.
-            const auto look_ahead = [&](int from, int count) {
-                for (int i = from; i < min(from + count, own * of_unit); ++i) {
-                    const int of = int(blockIdx.x) + i / of_unit * grid, chunk = i % of_unit * per_slot;
-#pragma unroll
-                    for (int j = 0; j < TM; ++j) bulk_prefetch(weights(of, j, chunk), bytes_from(chunk), policy);
-                }
-            };
             for (int i = 0; i < filled; ++i) load_slot();
-            look_ahead(filled, p.ahead);
             // The next kernel never starts before this: attention reads old keys before its own wait, so all before this
             // kernel must be done by then.
             pdl_wait();
             waited = true;
-            look_ahead(filled + p.ahead, p.ahead_behind);
+            for (int i = filled; i < min(filled + p.ahead, own * of_unit); ++i) {
+                const int of = int(blockIdx.x) + i / of_unit * grid, chunk = i % of_unit * per_slot;
+#pragma unroll
+                for (int j = 0; j < TM; ++j) bulk_prefetch(weights(of, j, chunk), bytes_from(chunk), policy);
+            }
             if (unit < 0) unit = take();
             while (unit < units) {
                 const bool last = unit + grid >= units;
@@ -149,7 +127,6 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
                 load_slot();
             }
             if (!let_go) pdl_launch_dependents();
-            if (p.next.count > 0) prefetch_next(p.next, policy);
             barrier_wait(empty + 8 * at.slot, at.phase ^ 1);
             unit_of[at.slot] = -1;
             barrier_arrive(full + 8 * at.slot);
@@ -190,7 +167,7 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     if (NORM) {
         // Sums take 1280 bytes for each part; there is room behind a norm's weight of at most 1024 for pieces of 256.
         static_assert(!RESIDENT || (NT == 1 && TM == 1 && X_DEPTH == 16), "no room for pieces of sums");
-        const bool together = RESIDENT && p.read_together && p.sumsq_in != nullptr && p.num_sumsq % 4 == 0 && p.num_sumsq <= p.K / 16;
+        const bool together = RESIDENT && p.sumsq_in != nullptr && p.num_sumsq % 4 == 0 && p.num_sumsq <= p.K / 16;
         float* const pieces = all_sums + p.K / 2;
         if (together) put_pieces(p, pieces, threads);
         if (RESIDENT) sync_some(threads);

@@ -6,16 +6,7 @@ namespace slipstream {
 
 enum Epilogue { STORE = 0, ADD = 1, GATE_UP = 2, QKV = 3 };
 
-// The weight that the next kernel of bulk_gemm.cuh reads, and which of its slots each CTA brings into the L2.
-struct NextWeight {
-    const bf16* weight;
-    int32_t chunks, unit_tiles, per_slot;  // of K; tiles of a unit; chunks of a slot
-    int32_t units, ctas;
-    int32_t first, count;                  // slots
-    int32_t pad;
-};
-
-// kernels/cuda/launch.py has the same structs. Strides are in elements.
+// kernels/cuda/launch.py has the same struct. Strides are in elements.
 struct Params {
     const bf16* x;                // [M, K], row stride x_stride
     const bf16* weight;           // packed (pack.py): [tiles of 16 rows, K / 32, 2 MMAs, 32 lanes, 8]
@@ -39,12 +30,10 @@ struct Params {
     int32_t m_groups;             // groups of rows of x, each with CTAs of its own
     int32_t q_heads, kv_heads, head_dim;
     int32_t evict_first;
-    int32_t left, ahead, ahead_behind;  // slots, of bulk_gemm.cuh: when the next kernel may start; what goes to the L2
+    int32_t left, ahead;          // slots, of bulk_gemm.cuh: when the next kernel may start; what goes to the L2
     int32_t fixed;                // units that each CTA has from the start
-    int32_t read_together;        // sums of squares, by all threads of a CTA (bulk_gemm.cuh)
     float eps, inverse_width;     // 1 / K
     int32_t pad;
-    NextWeight next;
 };
 
 constexpr int CHUNK = 512;  // elements of a packed tile's chunk: 16 weight rows, 32 k

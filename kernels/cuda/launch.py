@@ -11,7 +11,6 @@ import torch
 
 from slipstream.kernels import driver
 from slipstream.kernels.cuda import build
-from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 
@@ -22,16 +21,6 @@ class Epilogue(IntEnum):
     ADD = 1
     GATE_UP = 2
     QKV = 3
-
-
-class NextWeight(ctypes.Structure):
-    """As in epilogue.cuh."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("chunks", "unit_tiles", "per_slot", "units", "ctas", "first", "count")),
-        ("pad", ctypes.c_int32),
-    )
 
 
 class Params(ctypes.Structure):
@@ -46,10 +35,9 @@ class Params(ctypes.Structure):
             for name in ("M", "N", "K", "tiles", "chunks_per_part", "slots", "num_sumsq", "m_groups")
         ),
         *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first")),
-        *((name, ctypes.c_int32) for name in ("left", "ahead", "ahead_behind", "fixed", "read_together")),
+        *((name, ctypes.c_int32) for name in ("left", "ahead", "fixed")),
         *((name, ctypes.c_float) for name in ("eps", "inverse_width")),
         ("pad", ctypes.c_int32),
-        ("next", NextWeight),
     )
 
 
@@ -224,29 +212,26 @@ class Flow:
 
     Args:
         left: KB that a CTA has still to ask for when the next kernel may start.
-        ahead, ahead_behind: KB after those in its ring that a CTA asks into the L2 before its wait and behind it.
+        ahead: KB after those in its ring that a CTA asks into the L2 behind its wait.
         fixed: units that a CTA has from the start; the others go to whoever comes first.
-        next: KB of the next kernel's weights that a CTA asks into the L2 at its end: after those that fit in the next
-            kernel's ring, which is full by then, or from the first on, where attention runs between.
-        read_together: the rows' sums of squares are read by all threads of a CTA, not by each warp for itself.
     """
 
-    left: int = 128
-    ahead: int = 0
-    ahead_behind: int = 0
-    fixed: int = 2
-    next: int = 0
-    read_together: bool = True
+    left: int = 96
+    ahead: int = 32
+    fixed: int = 3
 
 
 def flow(epilogue: Epilogue, params: Params) -> Flow:
-    """The best of 100 tried on an H200: `left`, `fixed` and rings in turns of 140 and 80 KB.
+    """The best of 140 tried on an H200, with rings in turns of 140 and 80 KB.
 
-    Steps of Llama-3.1-8B's sizes with attention over 300 tokens, M = 1, 4, 8: 3.98, 4.12, 4.33 ms (4.19, 4.32, 4.59
-    with 80 KB each and units dealt out beforehand); the products alone 3.78, where left = 32 took 0.4 to 0.9 more, 256
-    the same, fixed = 1 0.03 more, 4 and above up to 2 more; ahead of every wait: 64 0.02, 256 0.16 more.
+    Steps of Llama-3.1-8B's sizes with attention over 300 tokens, M = 1: 3.94 ms (4.28 with 80 KB each and units dealt
+    out beforehand; M = 4 and 8: 4.09 and 4.35 for 4.37 and 4.62). left = 64 takes 0.13 more, 128 0.02, 192 and 256
+    0.06; fixed = 1 or 2 0.03. ahead = 32: 0.01 less than 0, where 64 takes 0.02, 128 0.05 and 192 0.07 more than
+    32; behind attention 64 takes 0.01 less than 32, 128 0.02 more. Tried and gone: KB asked for before the wait (64 of
+    every kernel 0.02, 256 0.16 more), and the next kernel's weights, asked for at this one's end (32 KB 0.05, 96 0.13,
+    192 0.28 more; only those of the product behind attention: 64 KB the same, 256 0.10 more).
     """
-    return Flow(ahead=64 if behind_attention(epilogue, params) else 0)
+    return Flow(ahead=64 if behind_attention(epilogue, params) else 32)
 
 
 def behind_attention(epilogue: Epilogue, params: Params) -> bool:
@@ -290,12 +275,8 @@ def launch(
     params: Params,
     device: int,
     override: Override,
-    upcoming: PackedWeight | None = None,
 ) -> None:
-    """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows.
-
-    Args: upcoming: the weight that will be read next, if that is known.
-    """
+    """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows."""
     parts, per_part = split_k(params.K, norm)
     if override.parts is not None:
         per_part = -(-(params.K // 32) // override.parts)
@@ -316,11 +297,8 @@ def launch(
             raise ValueError(f"{params.M} rows, {parts} parts of {per_part}: {variant.name(epilogue, norm)} cannot")
         slot, handed = variant.slot_bytes(parts), flow(epilogue, params)
         params.left, params.ahead = (handed.left << 10) // slot, (handed.ahead << 10) // slot
-        params.ahead_behind, params.fixed = (handed.ahead_behind << 10) // slot, handed.fixed
-        params.read_together = int(handed.read_together)
+        params.fixed = handed.fixed
         ctas, warps = min(units, card.sms), parts + 1
-        if handed.next and upcoming is not None:
-            params.next = _next(epilogue, params.M, upcoming, card, handed.next)
     if parts > variant.max_warps:
         raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")
     _module(epilogue, device).functions[variant.name(epilogue, norm)].launch(
@@ -333,25 +311,3 @@ def launch(
         pdl=pdl_enabled() if override.pdl is None else override.pdl,
     )
     launched(settles=epilogue is Epilogue.QKV or variant.bulk)  # as they do
-
-
-def _next(epilogue: Epilogue, rows: int, weight: PackedWeight, card: Device, kb: int) -> NextWeight:
-    """What `launch` will do with the weight that is read next, as far as its kernel is one of bulk copies."""
-    parts, per_part = split_k(weight.shape[1], weight.order is not RowOrder.ROWS)
-    tiles = -(-weight.shape[0] // 16)
-    variant = choose(rows, tiles, weight.shape[1], parts, per_part, card)
-    if not variant.bulk:
-        return NextWeight()
-    units, slot = -(-tiles // variant.weight_tiles), variant.slot_bytes(parts)
-    large = weight.order is RowOrder.HEADS or not _turn.large
-    in_ring = variant.slots(parts, card.large_bytes if large and card.large_bytes else card.bulk_bytes)
-    return NextWeight(
-        weight=weight.data.data_ptr(),
-        chunks=weight.shape[1] // 32,
-        unit_tiles=variant.weight_tiles,
-        per_slot=variant.depth * parts,
-        units=units,
-        ctas=min(units, card.sms),
-        first=0 if epilogue is Epilogue.QKV else in_ring,
-        count=(kb << 10) // slot,
-    )

@@ -31,7 +31,6 @@ class PackedWeight:
         head_dim: rows of a head (HEADS).
         counter: [1] int32, zero but while a product runs that hands out its tiles by it; so products over one weight
             run one after the other, on one stream.
-        next: the weight that is read after this one, if that is known; a kernel may bring its beginning into the L2.
     """
 
     data: torch.Tensor
@@ -39,7 +38,6 @@ class PackedWeight:
     shape: tuple[int, int]
     head_dim: int = 0
     counter: torch.Tensor = field(init=False, repr=False)
-    next: "PackedWeight | None" = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.counter = torch.zeros(1, dtype=torch.int32, device=self.data.device)

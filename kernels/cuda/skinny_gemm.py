@@ -163,7 +163,7 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
         wide_launch.launch(epilogue, norm, params, device, cut, override)
     else:
         for group in _groups(epilogue, params):
-            launch(epilogue, norm, group, device, override, weight.next)
+            launch(epilogue, norm, group, device, override)
 
 
 def _groups(epilogue: Epilogue, params: Params) -> Iterator[Params]:

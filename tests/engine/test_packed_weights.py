@@ -4,7 +4,6 @@ On the CPU the kernels' own source runs on the emulated GPU of tests/kernels/cud
 """
 
 import copy
-import itertools
 import shutil
 import time
 from pathlib import Path
@@ -174,33 +173,6 @@ def test_a_model_through_the_kernels_gives_the_twins_numbers(target, emulator, t
     near(last, expected_last)
     near(packed.logits(last), target.logits(last))
     assert emulator.names[-1].startswith("skinny_0_1")
-
-
-def test_a_weight_knows_which_is_read_next(target, draft, emulator, tiny, monkeypatch):
-    """As they are read when a target and a draft answer. Behind the target's head comes its first layer: K = 0."""
-    packed, packed_draft = packed_copy(target), packed_copy(draft)
-    known = {}
-    for model in (packed, packed_draft):
-        of_model = [layer.weight for layer in linears(model).values() if isinstance(layer.weight, PackedWeight)]
-        of_model += [model.packed_head] if getattr(model, "packed_head", None) is not None else []
-        known |= {weight.data.data_ptr(): weight for weight in of_model}
-    read, run = [], emulator.run
-
-    def recorded(*arguments):
-        read.append(arguments[-1].weight)
-        run(*arguments)
-
-    monkeypatch.setattr(emulator, "run", recorded)
-    engine = Engine(packed, EngineConfig(num_steps=2, max_context_tokens=64), Eagle3Proposer(packed_draft, 2))
-    engine.generate(tiny.prompts(1, low=5, high=5), SamplingParams(max_tokens=6, ignore_eos=True))
-    assert set(read) == set(known)
-    for weight in known.values():
-        followers = {b for a, b in itertools.pairwise(read) if a == weight.data.data_ptr()}
-        if weight.next is not None and weight is not packed.packed_head:
-            assert weight.next.data.data_ptr() in followers
-    unknown = [name for name, layer in linears(packed_draft).items() if getattr(layer.weight, "next", None) is None]
-    assert unknown == ["midlayer.mlp.gate_up_proj", "midlayer.mlp.down_proj"]  # the second is not packed
-    assert all(layer.weight.next is not None for layer in linears(packed).values())
 
 
 def near(found, expected):

@@ -96,9 +96,6 @@ class Emulator:
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
         ranges += scales
-        if common.next.count:
-            weight = 1024 * common.next.units * common.next.unit_tiles * common.next.chunks
-            ranges += [common.next.weight, common.next.weight + weight]
         self.faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,

@@ -209,13 +209,13 @@ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier
                                 emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
 }
 inline void bulk_prefetch(const bf16* from, int bytes, uint64_t) {
-    if (!may_be_copied(from, bytes)) {
+    if (!may_be_copied(from, bytes) || !in_weight(from, bytes)) {
         ++emulator::outside_reads;
         return;
     }
-    // Once, and before it is read: all else is for nothing. (The next kernel's weights are not counted.)
+    // Once, and before it is read: all else is for nothing.
     const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
-    for (int i = 0; in_weight(from, bytes) && i < bytes / 16; ++i) {
+    for (int i = 0; i < bytes / 16; ++i) {
         if (emulator::weight_prefetches[at / 16 + i]++ || emulator::weight_reads[at / 16 + i]) ++emulator::outside_reads;
     }
     emulator::flow.prefetched += bytes / 16;
