@@ -156,13 +156,13 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
         for group in _groups(epilogue, params):
             int4_launch.launch(epilogue, weight, group, device, override)
         return
-    cut = override.wide
-    if cut is None and override.variant is None and override.parts is None:
-        cut = wide_launch.cut_for(epilogue, norm, params, device)
-    if cut:
-        wide_launch.launch(epilogue, norm, params, device, cut, override)
-    else:
-        for group in _groups(epilogue, params):
+    for group in _groups(epilogue, params):
+        cut = override.wide
+        if cut is None and override.variant is None and override.parts is None:
+            cut = wide_launch.cut_for(epilogue, norm, group, device)
+        if cut:
+            wide_launch.launch(epilogue, norm, group, device, cut, override)
+        else:
             launch(epilogue, norm, group, device, override)
 
 

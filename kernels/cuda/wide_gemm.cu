@@ -1,5 +1,4 @@
-// One kernel per variant; wide_launch.py holds the same list. 8 warps sum, one copies. MIN_CTAS on an SM bounds the
-// registers.
+// One kernel per variant; wide_launch.py holds the same list. 8 warps sum, one copies; one CTA stands on an SM.
 #include <wide_gemm.cuh>
 
 #define ORDER(NORM)                                                                \
@@ -7,8 +6,8 @@
         order_##NORM(const __grid_constant__ slipstream::WideParams p) {           \
         slipstream::order_x<NORM>(p);                                              \
     }
-#define WIDE(EPILOGUE, NT, GROUPS, MIN_CTAS)                                                        \
-    extern "C" __global__ void __launch_bounds__(32 * 9, MIN_CTAS)                                  \
+#define WIDE(EPILOGUE, NT, GROUPS)                                                                  \
+    extern "C" __global__ void __launch_bounds__(32 * 9, 1)                                         \
         wide_##EPILOGUE##_##NT##_##GROUPS(const __grid_constant__ slipstream::WideParams p) {       \
         extern __shared__ __align__(128) float shared[];                                            \
         slipstream::wide_gemm<EPILOGUE, NT, GROUPS>(p, slipstream::own_shared(shared));             \
@@ -16,10 +15,10 @@
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900  // clusters and bulk copies
 #define FOR_ALL(EPILOGUE)    \
-    WIDE(EPILOGUE, 2, 1, 2)  \
-    WIDE(EPILOGUE, 4, 1, 1)  \
-    WIDE(EPILOGUE, 8, 1, 1)  \
-    WIDE(EPILOGUE, 8, 2, 1)
+    WIDE(EPILOGUE, 2, 1)    \
+    WIDE(EPILOGUE, 4, 1)    \
+    WIDE(EPILOGUE, 8, 1)    \
+    WIDE(EPILOGUE, 8, 2)
 
 #ifndef SLIPSTREAM_EPILOGUE
 #error "compile once for each epilogue: -DSLIPSTREAM_EPILOGUE=0..3"

@@ -3,8 +3,8 @@
     python tests/benchmarks/wide_gemm_bench.py
 
 First every cut's bits are compared with the other kernels'. Names of cuts: rows a CTA takes x weight rows of a unit /
-pairs of parts side by side, c: CTAs of a cluster, h: half of an SM's shared memory. Then chains as the model cuts them
-and with some cuts forbidden; each product by every cut, the fastest first; and chains with each product's fastest cut.
+pairs of parts side by side, c: CTAs of a cluster. Then chains as they are cut; each product by every cut, the fastest
+first; and chains with each product's fastest cut.
 """
 
 import dataclasses
@@ -76,8 +76,7 @@ class Product:
 
 
 def name(cut: Cut) -> str:
-    half = "h" if cut.half else ""
-    return f"{cut.variant.columns}x{16 * cut.unit_tiles}/{cut.split}c{cut.cluster}{half}"
+    return f"{cut.variant.columns}x{16 * cut.unit_tiles}/{cut.split}c{cut.cluster}"
 
 
 def cuts(product: Product, rows: int) -> list[Cut]:
@@ -111,18 +110,18 @@ def shapes(product: Product, best: dict[tuple[int, int, int], Cut | None]) -> No
         for words, cut in cases:
             work = functools.partial(product.all_weights, rows, OLD if cut is None else Override(wide=cut))
             times.append((bench.seconds_per_replay(work, 5) / len(product.weights) * 1e6, words, cut))
-        chosen = min((c for _, c in cases[1:]), key=lambda c: wide_launch.cost(c, rows, tiles, product.k, device))
+        parts = launch.split_k(product.k, product.op != "add")[0]
+        chosen = wide_launch.choose(rows, tiles, product.k, parts, device)
         ranked = sorted(times, key=lambda one: one[0])
         best[rows, tiles, product.k] = ranked[0][2]
         said = {words: us for us, words, _ in ranked[:5]}
-        for group in ("c1h", "c2h", "c4h", "c1", "c2", "c4"):  # the fastest of each
+        for group in ("c1", "c2", "c4"):  # the fastest of each
             said.update(next(({w: us} for us, w, _ in ranked if w.endswith(group)), {}))
         shown = " | ".join(f"{w} {us:.1f}" for w, us in sorted(said.items(), key=lambda one: one[1]))
-        us = next(us for us, words, _ in times if words == name(chosen))
-        model = wide_launch.cost(chosen, rows, tiles, product.k, device)
+        us, words = next((us, words) for us, words, cut in times if cut == chosen)
         old = f"old {times[0][0]:.1f}, best {product.bytes / ranked[0][0] / 1e6:.2f} TB/s"
         line = f"{product.op:7} {product.n:6}x{product.k:<5} M={rows:<3} {old} | {shown}"
-        print(f"{line} | model: {name(chosen)} {us:.1f} (said {model:.1f})", flush=True)
+        print(f"{line} | chosen: {words} {us:.1f}", flush=True)
 
 
 def clusters() -> None:
@@ -130,14 +129,11 @@ def clusters() -> None:
     index = torch.cuda.current_device()
     device = wide_launch._device(index)
     for variant in wide_launch.VARIANTS:
-        for half in (False, True):
-            cut = Cut(variant, 2, 4 // variant.groups, half=half)
-            function = wide_launch._module(launch.Epilogue.ADD, index).functions[variant.name(launch.Epilogue.ADD)]
-            shared = wide_launch.shared_bytes(cut, device)
-            found = ", ".join(f"{n}: {function.most_clusters(n, 32 * (cut.warps + 1), shared)}" for n in (1, 2, 4))
-            print(
-                f"{name(cut)}: {shared >> 10} KB, {wide_launch.slots(cut, device)} slots; clusters {found}", flush=True
-            )
+        cut = Cut(variant, 2, 4 // variant.groups)
+        function = wide_launch._module(launch.Epilogue.ADD, index).functions[variant.name(launch.Epilogue.ADD)]
+        shared = wide_launch.shared_bytes(cut, device)
+        found = ", ".join(f"{n}: {function.most_clusters(n, 32 * (cut.warps + 1), shared)}" for n in (1, 2, 4))
+        print(f"{name(cut)}: {shared >> 10} KB, {wide_launch.slots(cut, device)} slots; clusters {found}", flush=True)
 
 
 def chains(sizes: str, choices: dict[str, Callable[..., Cut | None] | None]) -> None:
@@ -166,19 +162,6 @@ def chains(sizes: str, choices: dict[str, Callable[..., Cut | None] | None]) -> 
     torch.cuda.empty_cache()
 
 
-def modelled(allowed: Callable[[Cut], bool]) -> Callable[..., Cut | None]:
-    """The model's choice among some cuts."""
-
-    @functools.cache
-    def choose(rows: int, tiles: int, width: int, parts: int, device: wide_launch.Device) -> Cut | None:
-        if tiles * 32 * width <= launch.IN_L2:
-            return None
-        found = [cut for cut in wide_launch.cuts(rows, parts, device) if allowed(cut)]
-        return min(found, key=lambda cut: wide_launch.cost(cut, rows, tiles, width, device))
-
-    return choose
-
-
 @torch.no_grad()
 def main() -> None:
     launch.load(torch.cuda.current_device())
@@ -189,14 +172,10 @@ def main() -> None:
     print(f"{time.monotonic() - began:.1f} s", flush=True)
     choices: dict[str, Callable[..., Cut | None] | None] = {
         "old": None,
-        "wide": modelled(lambda cut: True),
-        "no PDL": modelled(lambda cut: True),
-        "whole": modelled(lambda cut: not cut.half),
-        "half": modelled(lambda cut: cut.half),
-        "c1": modelled(lambda cut: cut.cluster == 1),
-        "c2": modelled(lambda cut: cut.cluster == 2),
+        "chosen": wide_launch.choose,
+        "no PDL": wide_launch.choose,
     }
-    chains("SmolLM2", dict(list(choices.items())[:3]))
+    chains("SmolLM2", choices)
     chains("8B", choices)
     print(f"{time.monotonic() - began:.1f} s", flush=True)
     best: dict[tuple[int, int, int], Cut | None] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels.cuda import launch, wide_launch
+from slipstream.kernels.cuda import launch, skinny_gemm, wide_launch
 from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.cuda.wide_launch import ROWS_16, ROWS_32, ROWS_64, ROWS_128, Cut, Device, Variant
 from slipstream.kernels.norm_qkv import Heads
@@ -54,13 +54,13 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 def test_lists_of_kernels_agree() -> None:
     source = (Path(launch.__file__).parent / "wide_gemm.cu").read_text()
-    compiled = re.findall(r"WIDE\(EPILOGUE, (\d+), (\d+), (\d+)\)", source)
-    listed = [(v.row_tiles, v.groups, v.min_ctas) for v in wide_launch.VARIANTS]
+    compiled = re.findall(r"WIDE\(EPILOGUE, (\d+), (\d+)\)", source)
+    listed = [(v.row_tiles, v.groups) for v in wide_launch.VARIANTS]
     assert [tuple(map(int, numbers)) for numbers in compiled] == listed
 
 
 def card(sms: int = 132) -> Device:
-    return Device(sms, (227 << 10, 113 << 10), lambda size: {1: sms, 2: sms // 2}.get(size, sms // 4 - 3))
+    return Device(sms, 227 << 10, lambda size: {1: sms, 2: sms // 2}.get(size, sms // 4 - 3))
 
 
 EVERY_KERNEL = [  # op, norm, kernel, chunks of K, pairs side by side (0: all), CTAs of a cluster
@@ -104,21 +104,69 @@ def test_a_cut_fits_the_card_and_its_ctas_share_the_work(tiles: int) -> None:
                 assert (there.turns - 1) * there.walk < work <= there.turns * there.walk
                 assert there.groups * cut.variant.columns >= rows
                 assert there.groups * there.walk <= max(device.clusters(cut.cluster), there.groups)
-                assert wide_launch.shared_bytes(cut, device) <= device.shared_bytes[int(cut.half)]
+                assert wide_launch.shared_bytes(cut, device) <= device.shared_bytes
                 assert cut.warps <= wide_launch.MAX_WARPS
 
 
-def test_it_is_chosen_for_weights_in_dram_where_the_card_has_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wide_launch.choose(16, 256, 4096, 8, card()) is None  # not timed yet
-    monkeypatch.setattr(wide_launch, "FROM_ROWS", 9)
-    for rows in (9, 64, 128, 1000):  # 4096 weight rows: many SMs have work only if a CTA takes few
-        chosen = wide_launch.choose(rows, 256, 4096, 8, card())
-        assert chosen is not None
-        there = wide_launch.grid(chosen, rows, 256, card())
-        assert there.groups * there.walk * chosen.cluster >= 60
-    without = Device(132, (), lambda size: 132)
+# The fastest on an H200, or within 5 % of it: rows of x, N, parts of K and K; what a CTA takes of both, side by side.
+CHOSEN = [
+    (16, 6144, 8, 4096, 16, 64, 4, 2),
+    (16, 4096, 8, 4096, 16, 32, 4, 2),
+    (32, 4096, 8, 14336, 32, 32, 4, 2),
+    (32, 28672, 8, 4096, 32, 64, 4, 2),
+    (64, 4096, 8, 14336, 64, 32, 4, 2),
+    (64, 6144, 8, 4096, 64, 64, 4, 2),
+    (64, 28672, 8, 4096, 64, 224, 1, 1),
+    (64, 128256, 8, 4096, 64, 256, 1, 1),
+    (64, 49152, 6, 576, 64, 224, 1, 1),
+    (9, 49152, 6, 576, 16, 192, 1, 1),
+    (32, 49152, 6, 576, 32, 192, 1, 1),
+    (128, 4096, 8, 4096, 64, 64, 4, 2),
+    (128, 28672, 8, 4096, 128, 128, 1, 2),
+    (256, 128256, 8, 4096, 128, 128, 1, 2),
+]
+
+
+@pytest.mark.parametrize(("rows", "n", "parts", "k", "columns", "height", "split", "cluster"), CHOSEN)
+def test_what_was_fastest_is_chosen(
+    rows: int, n: int, parts: int, k: int, columns: int, height: int, split: int, cluster: int
+) -> None:
+    assert launch.split_k(k, True)[0] == parts
+    cut = wide_launch.choose(rows, n // 16, k, parts, card())
+    assert cut is not None
+    assert (cut.variant.columns, 16 * cut.unit_tiles, cut.split, cut.cluster) == (columns, height, split, cluster)
+
+
+def test_it_is_chosen_for_weights_in_dram_where_the_card_has_clusters() -> None:
+    without = Device(132, 0, lambda size: 132)
     for rows, tiles, device in ((8, 256, card()), (16, 16, card()), (16, 256, without)):
         assert wide_launch.choose(rows, tiles, 4096, 8, device) is None
+
+
+@pytest.mark.parametrize("width", [352, 576, 960, 1536, 2048, 2304, 4096, 14336])
+@pytest.mark.parametrize("norm", [False, True])
+def test_whatever_is_chosen_can_be_launched(width: int, norm: bool) -> None:
+    parts, _ = launch.split_k(width, norm)
+    fewest = launch.IN_L2 // (32 * width) + 1
+    for tiles in (fewest, fewest + 300, 1792, 8016):
+        for rows in (9, 16, 17, 33, 65, 129, 1000):
+            cut = wide_launch.choose(rows, tiles, width, parts, card())
+            assert cut in wide_launch.cuts(rows, parts, card()), (tiles, rows)
+
+
+def test_more_rows_than_a_launch_takes_are_cut(
+    emulator: Any, products: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """29 rows at 20 a launch: 20 and 9; at 24: 24 and 5, which are too few for these kernels."""
+    monkeypatch.setattr(wide_launch, "IN_L2", 0)
+    case = products.Case("add", 29, 70, 32 * 5, norm=False, sums=False)
+    expected = case.run(products.KERNEL, override=OLD)
+    for most, launches in ((20, 4), (24, 2)):
+        monkeypatch.setattr(skinny_gemm, "MAX_ROWS", most)
+        emulator.names.clear()
+        same(case.run(products.KERNEL), expected)
+        assert emulator.faults == 0
+        assert len(emulator.names) == launches
 
 
 # ---- on a GPU ----

@@ -17,7 +17,7 @@ _HERE = Path(__file__).parent
 _SOURCES = Path(cuda_launch.__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
 BULK_BYTES = 84 << 10  # rings of four to nine slots
-WIDE_BYTES = (160 << 10, 80 << 10)  # rings of two and more
+WIDE_BYTES = 160 << 10  # rings of two and more
 
 
 def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
@@ -68,7 +68,7 @@ class Emulator:
         monkeypatch.setattr(cuda_launch, "_device", lambda device: card)
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
-        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, (), lambda size: 2))
+        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, 0, lambda size: 2))
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
@@ -138,9 +138,7 @@ class Int4Emulator(Emulator):
 class WideEmulator(Emulator):
     """The same for the kernels for more rows; launches of the others go to `Emulator`."""
 
-    def install(
-        self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: tuple[int, ...] = WIDE_BYTES
-    ) -> None:
+    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: int = WIDE_BYTES) -> None:
         card = wide_launch.Device(sms, shared_bytes, lambda size: sms // size)
         monkeypatch.setattr(wide_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
         monkeypatch.setattr(wide_launch, "_stream", lambda device: 0)
