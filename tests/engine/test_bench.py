@@ -88,6 +88,7 @@ def test_the_engine_counts_what_it_waited(monkeypatch):
     assert len(waits) >= 2 * timing.steps  # of the repeat that is thrown away, too
     assert engine.stats.waited_seconds >= 0.004 * len(waits)
     assert timing.parts.host * (timing.steps - 1) <= (timing.ms - 4) * timing.steps + 1e-6  # a round; a step
+    assert 0 < timing.parts.verify * (timing.steps - 1) <= engine.stats.verify_seconds * 1e3  # a round, not all of them
 
 
 def test_int4_weights_are_counted_and_run():
