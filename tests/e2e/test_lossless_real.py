@@ -48,8 +48,8 @@ class _Shaken:
     def __call__(self, *args):
         return self.target(*args)
 
-    def logits(self, last: torch.Tensor) -> torch.Tensor:
-        logits = self.target.logits(last)
+    def own_logits(self, last: torch.Tensor) -> torch.Tensor:
+        logits = self.target.own_logits(last)
         generator = torch.Generator().manual_seed(logits.numel())
         by = (torch.rand(logits.shape[-1], generator=generator) * 2 - 1) * self.ulps * 2.0**-8  # [V]
         return (logits.float() * (1 + by)).to(logits.dtype)
