@@ -225,7 +225,10 @@ def test_the_test_sees_drafts_accepted_unseen(target, hf, monkeypatch):
 
 
 def test_the_test_sees_noise_that_ignores_the_position(target, hf, monkeypatch):
-    monkeypatch.setattr("slipstream.engine.runner.sample", lambda logits, batch, at, _=0: sample(logits, batch, at * 0))
+    def everywhere_alike(logits, batch, at, *more, **named):
+        return sample(logits, batch, at * 0, *more, **named)
+
+    monkeypatch.setattr("slipstream.engine.runner.sample", everywhere_alike)
     params = SETTINGS["T=1"]
     found = p_values(hf, answer(target, oracle(hf, params, FEW), params, FEW), params)
     assert found["first"] > SUSPICIOUS

@@ -99,8 +99,8 @@ def _run(target, num_steps, prompts, oracle):
     logits: list[dict[int, torch.Tensor]] = [{} for _ in prompts]
     take = engine.runner.round
 
-    def spy(slots):
-        result = take(slots)
+    def spy(slots, num_steps):
+        result = take(slots, num_steps)
         ids = {s.slot: int(s.request.request_id) for s in engine.scheduler.running}
         for b, slot in enumerate(slots.tolist()):
             for i in range(int(result.accepted[b]) + 1):
