@@ -55,6 +55,23 @@ class Pair:
         assert [one.lost() for one in self.ranks] == [None, None]
         return results
 
+    def captured(self, call: Any) -> list[torch.cuda.CUDAGraph]:
+        """call(exchange, rank) as a graph of each rank."""
+        graphs = [torch.cuda.CUDAGraph() for _ in self.ranks]
+        for rank, one in enumerate(self.ranks):
+            with torch.cuda.graph(graphs[rank], stream=self.streams[rank]):
+                call(one, rank)
+        torch.cuda.synchronize()
+        return graphs
+
+    def replay(self, graphs: list[torch.cuda.CUDAGraph], times: int) -> None:
+        """All ranks' graphs in turn, until all is done."""
+        for _ in range(times):
+            for rank, graph in enumerate(graphs):
+                with torch.cuda.stream(self.streams[rank]):
+                    graph.replay()
+        torch.cuda.synchronize()
+
 
 @pytest.fixture
 def pair(exchanges) -> Pair:
@@ -114,22 +131,12 @@ def test_a_thousand_replays_of_a_graph_lose_nothing(pair):
 
     pair.warm_up(call)
     pair.run(call)
-    graphs = []
-    for rank, one in enumerate(pair.ranks):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=pair.streams[rank]):
-            call(one, rank)
-        graphs.append(graph)
-    torch.cuda.synchronize()
+    graphs = pair.captured(call)
     for one in wrong:
         one.zero_()
     torch.cuda.synchronize()
     for _ in range(20):
-        for _ in range(50):
-            for rank, graph in enumerate(graphs):
-                with torch.cuda.stream(pair.streams[rank]):
-                    graph.replay()
-        torch.cuda.synchronize()
+        pair.replay(graphs, 50)
     assert [one.lost() for one in pair.ranks] == [None, None]
     assert [int(one) for one in wrong] == [0, 0]
     assert [float(one) for one in step] == [1002.0, 1002.0]
@@ -148,18 +155,11 @@ def test_programs_of_many_items_lose_nothing(pair):
 
     pair.warm_up(call)
     pair.run(call)
-    graphs = []
-    for rank, one in enumerate(pair.ranks):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=pair.streams[rank]):
-            call(one, rank)
-        graphs.append(graph)
+    graphs = pair.captured(call)
+    for one in wrong:
+        one.zero_()  # the warm-up waited for nobody
     torch.cuda.synchronize()
-    for _ in range(300):
-        for rank, graph in enumerate(graphs):
-            with torch.cuda.stream(pair.streams[rank]):
-                graph.replay()
-    torch.cuda.synchronize()
+    pair.replay(graphs, 300)
     assert [one.lost() for one in pair.ranks] == [None, None]
     assert [int(one) for one in wrong] == [0, 0]
 
