@@ -20,8 +20,7 @@ def ssh_tools(load_test_module):
 
 @pytest.fixture
 def server(ssh_tools, tmp_path):
-    if ssh_tools.find_sshd() is None:
-        pytest.skip("no OpenSSH server here (Debian: apt-get install openssh-server)")
+    ssh_tools.need_sshd()
     made = ssh_tools.SshServer(tmp_path / "sshd")
     yield made
     made.stop()

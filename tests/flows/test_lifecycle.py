@@ -343,8 +343,7 @@ class FarWorld:
 @pytest.fixture
 def far_world(tmp_path: Path, load_test_module: Callable[[Path], ModuleType]) -> Iterator[FarWorld]:
     ssh_tools = load_test_module(Path(__file__).parents[1] / "tasks" / "hosts" / "ssh_server.py")
-    if ssh_tools.find_sshd() is None:
-        pytest.skip("no OpenSSH server here (Debian: apt-get install openssh-server)")
+    ssh_tools.need_sshd()
     world = FarWorld(tmp_path, ssh_tools)
     yield world
     world.close()

@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from slipstream.configs.ssh_address import SshAddress
 from slipstream.tasks.hosts.known_hosts import trust_key
 from slipstream.tasks.hosts.ssh import SshHost
@@ -19,6 +21,15 @@ from slipstream.tasks.hosts.ssh_connection import SshTarget, shown_key
 def find_sshd() -> str | None:
     """Where sshd is; it must be called by its full path."""
     return shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+
+def need_sshd() -> None:
+    """Skips the test where there is no OpenSSH server; in CI that is a failure."""
+    if find_sshd() is None:
+        words = "no OpenSSH server here (Debian: apt-get install openssh-server)"
+        if os.environ.get("CI"):
+            pytest.fail(words)
+        pytest.skip(words)
 
 
 def free_port() -> int:
