@@ -111,8 +111,8 @@ class Gates(Section):
     max_argmax_difference: Fraction = Field(
         default=0.005,
         description=(
-            "Largest share of positions whose argmax differs from that of transformers (parity). Where two right "
-            "computations, each as far from fp32 as transformers in bf16, would differ more often, that share counts."
+            "Largest share of positions whose argmax differs from that of transformers (parity). Where transformers in "
+            "bf16 differs from itself more often, with its other attention, what it reaches itself is the bound."
         ),
     )
     max_slot_error: PositiveFloat = Field(

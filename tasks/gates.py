@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.agreement_bound import allowed_differences
 
 if TYPE_CHECKING:
     from slipstream.configs.serving import Gates
@@ -121,14 +122,22 @@ def _parity(gates: "Gates", parity: Mapping[str, Any] | None) -> list[Gate]:
         _bound(
             "parity: tokens that differ from transformers",
             logits.get("share"),
-            # As LogitFindings.allowed_share: rounding alone takes two right computations that far from each other.
-            max(gates.max_argmax_difference, logits.get("rounding_share") or 0.0),
+            _allowed_share(gates.max_argmax_difference, logits),
             low=False,
             form=".3%",
             why="the target's logits are not those of transformers",
             fault="F7",
         ),
     ]
+
+
+def _allowed_share(asked: float, logits: Mapping[str, Any]) -> float:
+    """As parity's own bound: what was asked, or as often as transformers differs from itself."""
+    positions = logits.get("positions", 0)
+    if not positions:
+        return asked
+    measured = (logits[name] for name in ("self_differ", "reference_differ", "independent"))
+    return allowed_differences(asked, positions, *measured) / positions
 
 
 def _same_answers(bench: Mapping[str, Any]) -> Gate:

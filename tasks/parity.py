@@ -129,7 +129,7 @@ def measure(context: StageContext, injections: tuple[str, ...] = (), skip: Colle
     fault = findings.fault if failures else ""
     judged = {"num_steps": served_steps(config), "passed": not failures, "failures": failures, "fault": fault}
     write_json(context.out / PARITY, {**judged, "injections": injections, **findings.to_dict()})
-    for line in findings.describe():
+    for line in findings.describe(gates.max_argmax_difference):
         context.say(line)
     for line in findings.warnings(context.manifest("train")["config"]["training"]["num_steps"]):
         context.warn(line)

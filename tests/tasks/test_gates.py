@@ -123,7 +123,12 @@ def test_transformers_is_told_not_judged():
     assert (told.status, told.found) == ("note", "0.80x")
 
 
-@pytest.mark.parametrize(("share", "status"), [(0.011, "pass"), (0.013, "fail")])
-def test_what_rounding_alone_does_is_allowed(share, status):
-    parity = {**PARITY, "logits": {"share": share, "rounding_share": 0.012}}
+@pytest.mark.parametrize(
+    ("self_differ", "differ", "status"),
+    [(4, 5, "pass"), (4, 6, "fail"), (12, 18, "pass"), (12, 19, "fail"), (40, 28, "pass"), (40, 29, "fail")],
+)
+def test_as_often_as_transformers_differs_from_itself_is_allowed(self_differ, differ, status):
+    """Of 1,000 positions 0.5 % are asked; transformers in bf16 differs from fp32 at 14."""
+    counts = {"positions": 1000, "reference_differ": 14, "self_differ": self_differ, "independent": True}
+    parity = {**PARITY, "logits": {"share": differ / 1000, **counts}}
     assert judged(bench(), parity)["parity: tokens that differ from transformers"].status == status

@@ -9,6 +9,7 @@ import torch
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
+from slipstream.engine.loader import load_target
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.tasks.parity_findings import ParityPrompt, examine
 from slipstream.tasks.parity_target import SlotFinding, TargetReference, reference_device
@@ -97,6 +98,39 @@ def test_a_teacher_after_the_final_norm_is_caught(world):
     failures = world.failures(normed, skip={"drafts", "acceptance"})
     assert any("slot 4" in f for f in failures)
     assert any("final norm, head or sampling" in f for f in failures)
+
+
+def with_another_scale(target):
+    for layer in target.layers:
+        layer.self_attn.scale *= 0.8
+
+
+def without_a_layer(target):
+    target.layers[2].forward = lambda stream, *_: stream
+
+
+@pytest.mark.parametrize("fault", [with_another_scale, without_a_layer])
+def test_another_target_than_that_of_transformers_is_caught(world, fault):
+    """Our own code is wrong, in the server and offline alike: only the independent reference can say."""
+    wrong = copy.copy(world)
+    wrong.target = load_target(world.directory, torch.bfloat16)
+    fault(wrong.target)
+    wrong.traces = wrong.serve(wrong.draft)
+    failures = wrong.failures(skip={"slots"})
+    assert "beyond the bound of" in failures[0]
+    assert any("is not that of transformers in fp32" in f for f in failures)
+    assert wrong.failures(skip={"slots", "logits"}) == []  # unnoticed
+    assert any(f.startswith("slot 4") for f in wrong.failures(skip={"logits"}))
+
+
+def test_parity_says_what_was_asked_and_what_transformers_itself_reaches(world):
+    networks = {"export": world.draft, "trainer": world.draft}
+    found = examine(world.prompts, world.traces, world.target, world.reference, networks, SLOTS, K)
+    (line,) = [line for line in found.describe(0.005) if "asked at most" in line]
+    share = found.logits.self_differ / found.logits.positions
+    assert f"transformers differs from itself at {share:.2%} (eager attention for sdpa)" in line
+    told = found.to_dict()["logits"]
+    assert {"self_differ", "reference_differ", "independent", "positions"} <= set(told)  # what the gate reads
 
 
 def test_a_draft_fed_with_permuted_features_is_wrong_at_the_first_step(world):
