@@ -83,11 +83,11 @@ def pack_weights(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, Linear):
             order, head_dim = orders.get(layer, (RowOrder.ROWS, 0))
-            if _takes(layer.weight, order, head_dim):
+            if takes(layer.weight, order, head_dim):
                 packed = pack(layer.weight.data, order, head_dim)
                 del layer.weight  # a parameter's name takes nothing but parameters
                 layer.weight = packed
-    if isinstance(model, TiedHead) and model.tied_head is not None and _takes(model.tied_head, RowOrder.ROWS, 0):
+    if isinstance(model, TiedHead) and model.tied_head is not None and takes(model.tied_head, RowOrder.ROWS, 0):
         model.packed_head = pack(model.tied_head.data)
 
 
@@ -112,8 +112,8 @@ def _in_cuda(weight: Any) -> bool:
     return isinstance(weight, PackedWeight) or (isinstance(weight, Int4Weight) and weight.cuda)
 
 
-def _takes(weight: Any, order: RowOrder, head_dim: int) -> bool:
-    """Whether the kernels run on this weight [N, K]."""
+def takes(weight: Any, order: RowOrder, head_dim: int) -> bool:
+    """Whether the kernels run on this weight [N, K]. `head_dim`: rows of a head (HEADS), 0 where it has a norm."""
     if not isinstance(weight, torch.Tensor) or weight.dtype != torch.bfloat16 or not weight.numel():
         return False
     if order is RowOrder.HEADS and (head_dim == 0 or head_dim % _CHUNK):

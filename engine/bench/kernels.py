@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from slipstream.engine.bench.sizes import Size
-from slipstream.engine.packed_weights import products_for
+from slipstream.engine.packed_weights import products_for, takes
 from slipstream.kernels.cuda.pack import RowOrder, pack
 from slipstream.kernels.draft_input import draft_input
 from slipstream.kernels.embed import embed
@@ -184,8 +184,8 @@ def _op(
 
 def _weights(n: int, k: int, device: str, order: RowOrder, head_dim: int = 0) -> tuple[list[Weight], torch.Tensor]:
     """(weights in the form that the device's products read, the first of them as a plain tensor)."""
-    packs = products_for(device).kernels == "cuda"
     plain = _random(n, k, device=device, scale=k**-0.5)
+    packs = products_for(device).kernels == "cuda" and takes(plain, order, head_dim)
     made: list[Weight] = []
     for i in range(_calls(2 * n * k)):
         weight = _random(n, k, device=device, scale=k**-0.5) if i else plain

@@ -18,6 +18,7 @@ ROW_BLOCKS = (8, 16, 32, 64, 128)
 # Shared memory of one block, bytes, by architecture; what Triton itself needs beside the tiles is left free.
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 _SPARE_BYTES = 8 * 1024
+_LEAST_K = 16  # columns of a warp in one step that the matrix unit takes
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class Tile:
     max_block_m: int = 32
     norm_apart_from: int = 64
 
+    def __post_init__(self) -> None:
+        if self.split > 1 and self.block_k % (_LEAST_K * self.split):
+            raise ValueError(
+                f"{self.block_k} columns a step for {self.split} warps; expected a multiple of {_LEAST_K * self.split}"
+            )
+
     def block_m(self, num_rows: int) -> int:
         """Rows of a program when `num_rows` travel together."""
         if not self.split:
@@ -68,9 +75,10 @@ class Tile:
         if block_n <= self.block_n or not self.split:
             return replace(self, block_n=block_n)
         fewer = replace(self, block_n=block_n, max_block_m=max(8, min(self.max_block_m, 1024 // block_n)))
+        step = max(64, _LEAST_K * self.split)
         if self.block_k or 2 * block_n * num_in * width <= SHARED_BYTES[architecture()] // 2:
-            return replace(fewer, block_k=min(self.block_k, 64) if width == 2 else self.block_k)
-        return replace(fewer, block_k=64, stages=5)  # too large to be resident
+            return replace(fewer, block_k=min(self.block_k, step) if width == 2 else self.block_k)
+        return replace(fewer, block_k=step, stages=5)  # too large to be resident
 
 
 _RESIDENT = Tile(block_n=16)

@@ -42,6 +42,7 @@ def products(row_counts: tuple[int, ...] = (1, 16, 128)) -> None:
         linear_add(empty(m, 14336), empty(4096, 14336), rows_of(m, 4096, 128))
     for m in (8, row_counts[-1]):
         qkv(m, 4096, Heads(32, 8, 128), 128, True)
+        qkv(m, 1024, Heads(16, 8, 128), 0, True)  # Qwen3-0.6B: a head does not stay resident
     norm_gate_up(rows_of(1, 2048), norm_of(2048), empty(8192, 2048))
     qkv(1, 2560, Heads(8, 4, 256), 0, True)
     norm_linear(Stream(empty(5, 64, dtype=torch.float32)), None, empty(64, 64, dtype=torch.float32))

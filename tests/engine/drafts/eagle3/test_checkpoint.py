@@ -16,6 +16,7 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity
+from slipstream.kernels.cuda.pack import PackedWeight, unpack
 
 H, HT, V, VD, N_SLOTS = 16, 16, 60, 20, 3
 CONFIG = Eagle3Config(
@@ -258,6 +259,16 @@ def test_a_copy_of_the_targets_embedding_is_shared_and_another_one_kept(tmp_path
     assert torch.equal(kept, ours.embed_tokens.weight)
 
 
+def tensors_of(network):
+    """Its tensors by name; weights that were packed for the card in their first order again."""
+    packed = {
+        f"{name}.weight": unpack(module.weight)
+        for name, module in network.named_modules()
+        if isinstance(getattr(module, "weight", None), PackedWeight)
+    }
+    return {**dict(network.named_parameters()), **dict(network.named_buffers()), **packed}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_draft_is_loaded_to_the_device_of_the_targets_embedding(tmp_path):
@@ -266,9 +277,10 @@ def test_a_draft_is_loaded_to_the_device_of_the_targets_embedding(tmp_path):
     embedding = ours.embed_tokens.weight.detach().cuda()
     theirs = load_draft(tmp_path, slots=(2, 5, 7), target_num_layers=10, target_embedding=embedding)
     assert theirs.embed_tokens.weight.data_ptr() == embedding.data_ptr()
-    found = {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}
+    found = tensors_of(theirs)
     assert all(tensor.is_cuda for tensor in found.values())
-    expected = {**dict(ours.named_parameters()), **dict(ours.named_buffers())}
+    expected = tensors_of(ours)
+    assert found.keys() == expected.keys()
     assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
