@@ -12,7 +12,7 @@ import pytest
 
 from slipstream.engine.serving.client import EngineClient
 from slipstream.engine.serving.front import EXIT_COULD_NOT_START, Serving
-from slipstream.engine.serving.main import main, parse_arguments
+from slipstream.engine.serving.main import bind, main, parse_arguments
 from slipstream.engine.serving.protocol import Channel, Ready
 
 
@@ -70,6 +70,28 @@ def test_an_engine_that_is_ready_too_late_does_not_spoil_the_stop(tmp_path, monk
     assert "ready" not in output.out
     assert not output.err
     assert not state.exists()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_no_answer_waits_for_the_clients_acknowledgement(host):
+    """asyncio switches Nagle's algorithm off on the connections of a listener that names its protocol alone."""
+
+    async def run() -> int:
+        accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def look(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            connection = writer.get_extra_info("socket")
+            accepted.set_result(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        async with await asyncio.start_server(look, sock=bind(host, 0)) as server:
+            _, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+            try:
+                return await accepted
+            finally:
+                writer.close()
+
+    assert asyncio.run(run()) == 1
 
 
 def serve_with_a_quick_engine(options: argparse.Namespace) -> int:
