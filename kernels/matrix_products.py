@@ -4,10 +4,12 @@
 portable path, with which tests compare.
 """
 
+import contextlib
 import functools
 import logging
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +56,15 @@ def matrix_products(device: torch.device | str) -> MatrixProducts:
     if asked == "cuda":
         raise ValueError(f"{VARIABLE}=cuda, and {problem}; install nvcc of CUDA 12 or newer, or unset the variable")
     return MatrixProducts("triton", problem)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """In here, products that read each other may be launched together: no op of torch's may read one's result."""
+    from slipstream.kernels.cuda import chain_launch
+
+    with chain_launch.joined():
+        yield
 
 
 def int4_products(groups: frozenset[int]) -> bool:
