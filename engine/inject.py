@@ -19,6 +19,7 @@ from slipstream.engine.layers import RowParallelLinear
 from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal
+from slipstream.kernels.matrix_products import launch_noted
 from slipstream.kernels.stream import Stream
 
 States = Mapping[str, torch.Tensor]
@@ -77,6 +78,7 @@ def _change_states(engine: Engine, change: Callable[[States], States]) -> None:
 
     def forward(*args: object, **kwargs: object) -> TargetOutput:
         out = original(*args, **kwargs)  # type: ignore[arg-type]
+        launch_noted()
         return replace(out, states=change(out.states)) if out.states else out
 
     target.forward = forward  # type: ignore[method-assign]
@@ -228,13 +230,17 @@ class _StillRope:
         propose, forward, network = proposer.propose, proposer.network.forward, proposer.network
 
         def wrong_forward(
-            token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: object
+            token_ids: torch.Tensor,
+            g: torch.Tensor,
+            positions: torch.Tensor,
+            attend: object,
+            _angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         ) -> torch.Tensor:
             if self.first is not None:
                 positions = torch.where(positions >= 0, self.first, positions)
             elif self.drafting:
                 self.first = positions.max(dim=1, keepdim=True).values  # [B, R] -> [B, 1]
-            return forward(token_ids, g, positions, attend)  # type: ignore[arg-type]
+            return forward(token_ids, g, positions, attend)  # type: ignore[arg-type]  # its angles are looked up
 
         def wrong_propose(batch: DraftBatch) -> Proposal:
             self.first, self.drafting = None, True
@@ -263,11 +269,15 @@ class _KeptDraftKV:
         begin = proposer.begin
 
         def wrong_forward(
-            token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: Callable[..., torch.Tensor]
+            token_ids: torch.Tensor,
+            g: torch.Tensor,
+            positions: torch.Tensor,
+            attend: Callable[..., torch.Tensor],
+            angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         ) -> torch.Tensor:
             keep, index, self.keep = self.keep, self.index, None  # step 1 of the round only
             if keep is None:
-                return forward(token_ids, g, positions, attend)
+                return forward(token_ids, g, positions, attend, angles)
 
             # It has no sink, so that keys and values come by here.
             def keeping(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
@@ -278,7 +288,7 @@ class _KeptDraftKV:
                 kept = keep[..., None, None]
                 return attend(q, torch.where(kept, old[:, :, 0], k), torch.where(kept, old[:, :, 1], v))
 
-            return forward(token_ids, g, positions, keeping)
+            return forward(token_ids, g, positions, keeping, angles)
 
         def wrong_propose(batch: DraftBatch) -> Proposal:
             self._mark(batch)

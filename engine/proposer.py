@@ -30,6 +30,8 @@ class DraftBatch:
         last_row: [B] int64, column of each request's last real slot.
         chain_positions: [K, B] int64, the position of each step's row; -1: the round cannot use the step. K: as many
             as this round proposes, 0 to `num_steps`.
+        all_positions: [B * R + K * B] int64, `positions`, then those of every step (K of the engine).
+        write_index: as `all_positions`, the cell of each in the proposer's cache.
     """
 
     slots: torch.Tensor
@@ -42,6 +44,8 @@ class DraftBatch:
     num_valid: torch.Tensor | None = None
     last_row: torch.Tensor | None = None
     chain_positions: torch.Tensor | None = None
+    all_positions: torch.Tensor | None = None
+    write_index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

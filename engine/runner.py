@@ -169,7 +169,8 @@ class Runner:
         num_steps = longest if num_steps is None else num_steps
         sampling, proposal = table.sampling(slots), None
         if self.proposer:
-            drafted = draft_rows(table, slots, longest, clock, table.block_table, table.features)
+            block_size = self.cache.block_size
+            drafted = draft_rows(table, slots, longest, clock, table.block_table, table.features, block_size)
             assert drafted.features is not None
             assert drafted.block_table is not None
             proposal = self.proposer.propose(
@@ -184,6 +185,8 @@ class Runner:
                     drafted.num_valid,
                     drafted.last_row,
                     drafted.chain_positions[:num_steps],
+                    drafted.all_positions,
+                    drafted.write_index,
                 )
             )
         proposal = proposal if num_steps else None

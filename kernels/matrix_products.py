@@ -67,6 +67,13 @@ def joined() -> Iterator[None]:
         yield
 
 
+def launch_noted() -> None:
+    """Inside `joined()`: what was put off is launched now, so that ops of torch's may read it."""
+    from slipstream.kernels.cuda import chain_launch
+
+    chain_launch.flush()
+
+
 def int4_products(groups: frozenset[int]) -> bool:
     """Whether the CUDA C++ kernels over INT4 weights of these groups can be had, on a card where the others run.
 

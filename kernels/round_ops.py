@@ -49,7 +49,11 @@ class DraftRows:
         last_row: [B] int64, column of the last newly committed slot; 0 where there is none.
         chain_positions: [K, B] int64, where each draft step's row stands: at the last slot, then one further a step; -1
             where the round cannot use the step (its position may lie beyond the context's end).
+        all_positions: [B * (K + 1) + K * B] int64, `positions` and `chain_positions` one behind the other: the tensor
+            that both are parts of.
         block_table: [B, blocks] int64 and features: [B, K + 1, F], the requests' rows of both; None where not given.
+        write_index: as `all_positions`, cell of each row in the flattened cache; of padding rows, in block 0. None
+            where no block size was given.
     """
 
     token_ids: torch.Tensor
@@ -58,8 +62,10 @@ class DraftRows:
     num_valid: torch.Tensor
     last_row: torch.Tensor
     chain_positions: torch.Tensor
+    all_positions: torch.Tensor
     block_table: torch.Tensor | None = None
     features: torch.Tensor | None = None
+    write_index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,7 @@ def draft_rows(
     clock: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     features: torch.Tensor | None = None,
+    block_size: int | None = None,
 ) -> DraftRows:
     """The rows of the draft's first step, and where its later steps stand.
 
@@ -110,11 +117,12 @@ def draft_rows(
         clock: [2] int64 (`RoundRing.clock`); entry 0 becomes the time in nanoseconds: the round starts here.
         block_table: [S, blocks] int64 and features: [S, K + 1, F], contiguous; the requests' rows of both are handed
             out, where they are given.
+        block_size: tokens a block; given with `block_table`, the cells of all rows are worked out.
     """
     if on_gpu(slots):
         from slipstream.kernels.gpu import round_ops
 
-        return round_ops.draft_rows(table, slots, num_steps, clock, block_table, features)
+        return round_ops.draft_rows(table, slots, num_steps, clock, block_table, features, block_size)
     if clock is not None:
         clock[0] = time.perf_counter_ns()
     offsets = torch.arange(num_steps + 1, device=slots.device)  # [K + 1]
@@ -126,8 +134,22 @@ def draft_rows(
     token_ids = torch.where(is_fresh, table.tokens[slots[:, None], positions + 1], 0)
     usable = ((offsets[:num_steps, None] == 0) | (offsets[:num_steps, None] < num_valid)) & (fresh > 0)  # [K, B]
     chain_positions = torch.where(usable, start - 2 + offsets[:num_steps, None], -1)  # [K, B]
-    picked = (None if whole is None else whole[slots] for whole in (block_table, features))  # [B, ..]
-    return DraftRows(token_ids, positions, start, num_valid, (fresh - 1).clamp(min=0), chain_positions, *picked)
+    every = torch.cat((positions.flatten(), chain_positions.flatten()))  # [B, K + 1], [K, B] -> [B * (K + 1) + K * B]
+    size = positions.numel()
+    positions, chain_positions = every[:size].view_as(positions), every[size:].view_as(chain_positions)
+    blocks, picked = (None if whole is None else whole[slots] for whole in (block_table, features))  # [B, ..]
+    cells = None
+    if blocks is not None and block_size is not None:
+        of_chain = _cells(blocks, chain_positions.T, block_size).T  # [B, K] -> [K, B]
+        cells = torch.cat((_cells(blocks, positions, block_size).flatten(), of_chain.flatten()))
+    last_row = (fresh - 1).clamp(min=0)
+    return DraftRows(token_ids, positions, start, num_valid, last_row, chain_positions, every, blocks, picked, cells)
+
+
+def _cells(block_table: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Cells of `positions` [B, R] in the flattened cache, block_table [B, blocks]: [B, R]; 0 where a position is -1."""
+    at = positions.clamp(min=0)
+    return torch.where(positions >= 0, block_table.gather(1, at // size) * size + at % size, 0)
 
 
 def verify_rows(
@@ -171,8 +193,8 @@ def verify_rows(
     positions = torch.where(runs, start[:, None] - 1 + offsets, -1)  # [B, K + 1]
     if paging is None:
         return VerifyRows(token_ids, positions, start, num_valid)
-    block_table, at, size = paging.block_table[slots], positions.clamp(min=0), paging.block_size  # [B, blocks], [B, R]
-    cells = torch.where(positions >= 0, block_table.gather(1, at // size) * size + at % size, 0)  # [B, R]
+    block_table = paging.block_table[slots]  # [B, blocks]
+    cells = _cells(block_table, positions, paging.block_size)  # [B, R]
     return VerifyRows(token_ids, positions, start, num_valid, cells.flatten(), block_table)
 
 

@@ -21,19 +21,25 @@ def draft_rows(
     clock: torch.Tensor | None,
     block_table: torch.Tensor | None,
     features: torch.Tensor | None,
+    block_size: int | None = None,
 ) -> "DraftRows":
     from slipstream.kernels.round_ops import DraftRows
 
     batch = slots.shape[0]
+    first = batch * (num_steps + 1)
+    every = slots.new_empty(first + num_steps * batch)
+    has_cells = block_table is not None and block_size is not None
     rows = DraftRows(
         token_ids=slots.new_empty(batch, num_steps + 1),
-        positions=slots.new_empty(batch, num_steps + 1),
+        positions=every[:first].view(batch, num_steps + 1),
         start=slots.new_empty(batch),
         num_valid=slots.new_empty(batch),
         last_row=slots.new_empty(batch),
-        chain_positions=slots.new_empty(num_steps, batch),
+        chain_positions=every[first:].view(num_steps, batch),
+        all_positions=every,
         block_table=_rows_of(block_table, batch),
         features=_rows_of(features, batch),
+        write_index=torch.empty_like(every) if has_cells else None,
     )
     size = 0 if features is None else features[0].numel()
     _launch_each(
@@ -56,6 +62,8 @@ def draft_rows(
         features_ptr=features,
         to_features_ptr=rows.features,
         features_size=size,
+        write_index_ptr=rows.write_index,
+        BLOCK_SIZE=block_size or 1,
         COPIED=_COPIED,
         K=num_steps,
     )
@@ -165,6 +173,13 @@ def _request(slots_ptr, lengths_ptr, limits_ptr, K):
 
 
 @triton.jit
+def _cell(blocks_ptr, position, real, BLOCK_SIZE: tl.constexpr):
+    """Where `position` lies in the flattened cache; in block 0 where it is not `real`."""
+    block = tl.load(blocks_ptr + position // BLOCK_SIZE, real, other=0)
+    return tl.where(real, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
+
+
+@triton.jit
 def _copy_row(from_ptr, to_ptr, size, BLOCK: tl.constexpr):
     for first in tl.range(0, size, BLOCK):
         at = first + tl.arange(0, BLOCK)
@@ -193,6 +208,8 @@ def _draft_rows_kernel(
     features_ptr,
     to_features_ptr,
     features_size,
+    write_index_ptr,
+    BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -226,6 +243,12 @@ def _draft_rows_kernel(
         tl.store(positions_ptr + b * (K + 1) + k, tl.where(is_fresh, positions, -1), k <= K)
         usable = ((k == 0) | (k < num_valid)) & (fresh > 0)
         tl.store(chain_ptr + k * batch + b, tl.where(usable, start - 2 + k, -1), k < K)
+        if write_index_ptr is not None:
+            own = blocks_ptr + slot * num_blocks
+            cell = _cell(own, positions, is_fresh, BLOCK_SIZE)
+            tl.store(write_index_ptr + b * (K + 1) + k, cell, k <= K)
+            cell = _cell(own, start - 2 + k, usable & (k < K), BLOCK_SIZE)
+            tl.store(write_index_ptr + batch * (K + 1) + k * batch + b, cell, k < K)
         if blocks_ptr is not None:
             _copy_row(blocks_ptr + slot * num_blocks, to_blocks_ptr + b * num_blocks, num_blocks, BLOCKS)
 
@@ -281,7 +304,5 @@ def _verify_rows_kernel(
     tl.store(positions_ptr + cell, tl.where(runs, position, -1), inside)
     if blocks_ptr is not None:
         blocks_ptr += slot * num_blocks
-        block = tl.load(blocks_ptr + position // BLOCK_SIZE, runs & inside, other=0)
-        index = tl.where(runs, block * BLOCK_SIZE + position % BLOCK_SIZE, 0)
-        tl.store(write_index_ptr + cell, index, inside)
+        tl.store(write_index_ptr + cell, _cell(blocks_ptr, position, runs & inside, BLOCK_SIZE), inside)
         _copy_row(blocks_ptr, to_blocks_ptr + b * num_blocks, num_blocks, BLOCKS)

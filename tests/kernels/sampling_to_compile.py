@@ -40,7 +40,7 @@ def rounds() -> None:
         for num_steps in (0, 3):
             slots, ring = empty(batch), RoundRing(empty(4, 64, 13), empty(4, 3), empty(4), empty(1), empty(2))
             features = empty(65, num_steps + 1, 3 * 576, dtype=torch.bfloat16)
-            round_ops.draft_rows(table, slots, num_steps, ring.clock, blocks, features)
+            round_ops.draft_rows(table, slots, num_steps, ring.clock, blocks, features, 16)
             drafts = empty(batch, num_steps) if num_steps else None
             rows = round_ops.verify_rows(table, slots, drafts, num_steps, ring.clock, Paging(blocks, 16))
             chosen = empty(batch, num_steps + 1)

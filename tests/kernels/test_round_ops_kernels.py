@@ -71,11 +71,14 @@ def test_a_round_is_the_twins(num_steps: int, slots: list[int], kernel_device: s
         ring = RoundRing.allocate(2, len(slots) + 1, 8, kernel_device)
         twin_ring = RoundRing.allocate(2, len(slots) + 1, 8, "cpu")
         for i in range(3):
-            want = round_ops.draft_rows(table, at, num_steps, twin_ring.clock, blocks, features)
+            want = round_ops.draft_rows(table, at, num_steps, twin_ring.clock, blocks, features, 5)
             there = (whole.to(kernel_device) for whole in (blocks, features))
-            assert_same(gpu.draft_rows(on_device, at_device, num_steps, ring.clock, *there), want)
+            assert_same(gpu.draft_rows(on_device, at_device, num_steps, ring.clock, *there, 5), want)
+            cells = [write_index(want.block_table, p, 5) for p in (want.positions, want.chain_positions.T)]
+            every = torch.cat((cells[0], cells[1].view(len(slots), num_steps).T.flatten()))  # [B * K] -> [K * B]
+            assert torch.equal(want.write_index, every)
             bare = gpu.draft_rows(on_device, at_device, num_steps, None, None, None)
-            assert (bare.block_table, bare.features) == (None, None)
+            assert (bare.block_table, bare.features, bare.write_index) == (None, None, None)
             drafts = torch.randint(0, 2, (len(slots), num_steps), generator=generator) if num_steps else None
             rows = round_ops.verify_rows(table, at, drafts, num_steps, twin_ring.clock, Paging(blocks, 5))
             drafts_there = None if drafts is None else drafts.t().contiguous().to(kernel_device).t()  # any strides

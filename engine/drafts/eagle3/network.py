@@ -125,7 +125,12 @@ class Eagle3Network(nn.Module):
         return self.fc(self.normed_features(features))
 
     def forward(
-        self, token_ids: torch.Tensor, g: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        g: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One draft step for every row.
 
@@ -135,14 +140,14 @@ class Eagle3Network(nn.Module):
             positions: [...] int64 rope positions (slot t at step k: t + k - 1); -1 marks padding.
             attend: the attention context; it gets q [..., heads, d] and k, v [..., kv_heads, d], rotated, and gives
                 [..., heads, d]. One that has a `sink` finds k and v there, and gets None.
+            angles: cos and sin of `positions`, [..., d] each; None: looked up.
 
         Returns:
             The pre-norm state s [..., h].
         """
         shape = token_ids.shape
-        cos, sin = (
-            table.reshape(-1, table.shape[-1]) for table in self.rotary(positions, g.dtype)
-        )  # [..., d] -> [M, d]
+        angles = self.rotary(positions, g.dtype) if angles is None else angles
+        cos, sin = (table.reshape(-1, table.shape[-1]) for table in angles)  # [..., d] -> [M, d]
         ids, table = self.embed_tokens.lookup(token_ids.flatten())  # [...] -> [M]
         stream = self.midlayer(ids, table, g.reshape(-1, g.shape[-1]), cos, sin, _InShape(attend, shape))
         return stream.rows.view(*shape, -1)  # [M, h] -> [..., h]

@@ -6,6 +6,8 @@ position t + k - 1), which the next round's committed slots overwrite. So a step
 step-1 keys of every earlier slot, and its own later steps.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 from slipstream.engine.config import EngineConfig
@@ -15,6 +17,14 @@ from slipstream.engine.proposer import DraftBatch, Proposal
 from slipstream.kernels.matrix_products import joined
 from slipstream.kernels.row_copies import select_last
 from slipstream.kernels.sampling import propose_tokens
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Of M rows: cos and sin of their positions, [M, d] each, and their cells in the cache, [M] int64."""
+
+    angles: tuple[torch.Tensor, torch.Tensor]
+    write_index: torch.Tensor
 
 
 class Eagle3Proposer:
@@ -57,9 +67,20 @@ class Eagle3Proposer:
         assert batch.committed_lengths is not None
         assert batch.last_row is not None
         assert batch.chain_positions is not None
+        assert batch.all_positions is not None
+        assert batch.write_index is not None
+        # Angles and cells of all steps' rows at once: nothing small stands between a step's token and its layer then.
+        angles = self.network.rotary(batch.all_positions, batch.features.dtype)  # 2 x [B * R + K * B, d]
+        size, first = len(batch.slots), batch.positions.numel()
+
+        def places(begin: int, rows: int) -> _Places:
+            part = slice(begin, begin + rows)
+            return _Places((angles[0][part], angles[1][part]), batch.write_index[part])  # type: ignore[index]
+
         g = self.network.fuse(batch.features)  # [B, R, F] -> [B, R, h]
         with joined():
-            states = self._forward(batch.token_ids, g, batch.positions, batch.block_table)  # [B, R, h]
+            at = places(0, first)
+            states = self._forward(batch.token_ids, g, batch.positions, batch.block_table, at)  # [B, R, h]
         state, num_steps = select_last(states, batch.last_row), len(batch.chain_positions)  # [B, h]
         drafts = torch.empty(len(state), num_steps, dtype=torch.int64, device=state.device)  # [B, K]
         logits: list[torch.Tensor] = []  # K of them
@@ -69,7 +90,8 @@ class Eagle3Proposer:
                     positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
                     g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
                     before = drafts[:, step - 2 : step - 1]  # [B, K] -> [B, 1]
-                    state = self._forward(before, g, positions, batch.block_table)[:, 0]  # [B, 1, h] -> [B, h]
+                    at = places(first + (step - 1) * size, size)
+                    state = self._forward(before, g, positions, batch.block_table, at)[:, 0]  # [B, 1, h] -> [B, h]
                 logits.append(self.network.own_logits(state))  # [B, Vd], or this rank's
             column, start, part = drafts[:, step - 1], batch.committed_lengths, self.network.vocabulary.part
             propose_tokens(logits[-1], batch.sampling, start, self.target_ids, step - 1, column, part)
@@ -81,10 +103,12 @@ class Eagle3Proposer:
         g: torch.Tensor,
         positions: torch.Tensor,
         block_table: torch.Tensor,
+        at: "_Places | None" = None,
         prefill: bool = False,
     ) -> torch.Tensor:
         """token_ids, positions [B, R], g [B, R, h] -> states [B, R, h]; keys and values go to the cache."""
         assert self.cache is not None, "allocate comes first"
-        rows = self.cache.view(block_table, prefill).rows(positions)
+        write_index, angles = (None, None) if at is None else (at.write_index, at.angles)
+        rows = self.cache.view(block_table, prefill, write_index).rows(positions)
         attend = self.network.midlayer.self_attn.paged(self.cache.layers[0], rows)
-        return self.network(token_ids, g, positions, attend)
+        return self.network(token_ids, g, positions, attend, angles)
