@@ -234,7 +234,7 @@ class _StillRope:
             g: torch.Tensor,
             positions: torch.Tensor,
             attend: object,
-            _angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+            angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         ) -> torch.Tensor:
             if self.first is not None:
                 positions = torch.where(positions >= 0, self.first, positions)
