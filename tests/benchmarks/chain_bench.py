@@ -1,6 +1,6 @@
 """Products joined to chains against single kernels, 8B sizes, one GPU: bits, steps, rounds, and a round's kernels.
 
-    python -P tests/benchmarks/chain_bench.py [--seconds 70]
+    python -P tests/benchmarks/chain_bench.py [--seconds 70] [--single]
 
 Steps: 32 layers with attention over 300 of 2048 tokens and a head, in one CUDA graph; every setting's bits are
 compared with those of single kernels. Rounds: the engine's, of one request. Behind them each kernel of a K = 3 round:
@@ -241,15 +241,19 @@ def table(spans: list[tuple[float, float, str]], what: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=70, help="no engine is begun later")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--single", action="store_true", help="rounds of single kernels alone")
+    args = parser.parse_args()
     launch.load(torch.cuda.current_device())
+    if args.single:
+        rounds((OFF,), args.seconds)
+        return
     decoder = Decoder()
     print(f"{torch.cuda.get_device_name()}: loaded {after()}", flush=True)
     best = steps(decoder)
     del decoder
     gc.collect()
     torch.cuda.empty_cache()
-    rounds((OFF, best), seconds)
+    rounds((OFF, best), args.seconds)
     print(f"done {after()}")
 
 
