@@ -17,6 +17,9 @@ const slipstream::bf16* weight_of(const Other& given) {
 // Warps run apart: each now and then stands still for a while, so that a barrier that is missing shows.
 bool sleeps(long turns, int warp) { return uint32_t((turns / 24 * 8 + warp) * 2654435761u) >> 30 == 0; }
 
+// So do whole CTAs of those that run together, for longer: others are far ahead then.
+bool lags(long turns, int cta) { return cta > 0 && uint32_t((turns / 512 * 8 + cta) * 2654435761u) >> 31; }
+
 void body() {
     kernel(params);
     emulator::lanes[emulator::current].done = true;
@@ -76,7 +79,7 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, in
         for (int left = together; left > 0; land_copies()) {
             if (++turns > 1000000) return -2;  // a wait for what never comes
             for (int i = 0; i < together; ++i) {
-                if (lanes[i].done || sleeps(turns, i / 32)) continue;
+                if (lanes[i].done || sleeps(turns, i / 32) || lags(turns, i / threads)) continue;
                 current = i;
                 threadIdx.x = i % threads;
                 blockIdx.x = block + i / threads;
