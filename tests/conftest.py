@@ -29,6 +29,10 @@ def _load(path: Path) -> ModuleType:
     return sys.modules[name]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_load(_TESTS / "faults" / "table.py"))
+
+
 @pytest.fixture(scope="session")
 def load_test_module() -> Callable[[Path], ModuleType]:
     """Loads a helper module beside the tests by its path."""
