@@ -1,7 +1,8 @@
 """Stage cleanup: stop what this pipeline started, prove that it is gone, name the others and leave them alone (F15).
 
 What we started is known from the state files in the workdir, by pid, start time, group and boot; a name is never
-looked at. Everybody else is foreign, whatever it looks like.
+looked at. Everybody else is foreign, whatever it looks like. The same holds for shared memory: what our processes held
+and nobody holds any more is removed, everything else stays.
 """
 
 from collections.abc import Callable, Collection
@@ -11,10 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.gpu_memory import GpuMemory, read_gpu_memory, wait_gpu_memory
-from slipstream.tasks.manifest import read_json
+from slipstream.tasks.gpu_users import chosen_cards, describe_user, in_use
+from slipstream.tasks.manifest import read_json, write_json
+from slipstream.tasks.nvml import GpuUser, read_gpus
 from slipstream.tasks.ports import port_holders, port_is_free, wait_port_free
 from slipstream.tasks.process import STATE_SUFFIX, ProcessRecord, forget, group_members, read_record, stop_group
 from slipstream.tasks.registry import get_stage
+from slipstream.tasks.shared_memory import (
+    Segment,
+    forgotten,
+    from_json,
+    held_by_group,
+    read_segments,
+    remove_unheld,
+    to_json,
+)
 from slipstream.tasks.stage import StageContext
 
 if TYPE_CHECKING:
@@ -23,6 +35,8 @@ if TYPE_CHECKING:
 PORT_SECONDS = 10.0
 GPU_SECONDS = 100.0
 READY_SUFFIX = ".ready.json"  # written by the server itself: which port it got
+SEGMENTS_SUFFIX = ".segments.json"  # the shared memory that a server held when it was ready
+SEGMENTS_BEFORE = "segments_before"  # key of a state file's notes: device and inode of all that was there at the launch
 
 
 @dataclass(frozen=True)
@@ -35,6 +49,7 @@ class Stopped:
         command: of its leader.
         ended, killed: pids that left after SIGTERM, and those that needed SIGKILL; both empty when it was gone already.
         seconds: what stopping took.
+        segments: shared memory that it left, and that was removed.
     """
 
     name: str
@@ -43,12 +58,14 @@ class Stopped:
     ended: tuple[int, ...]
     killed: tuple[int, ...]
     seconds: float
+    segments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        left = f"; removed the shared memory that it left: {', '.join(self.segments)}" if self.segments else ""
         if not self.ended and not self.killed:
-            return f"{self.name} (pid {self.pid}) was gone already"
+            return f"{self.name} (pid {self.pid}) was gone already{left}"
         how = f", {len(self.killed)} by SIGKILL" if self.killed else ""
-        return f"stopped {self.name} (pid {self.pid}, {len(self.ended + self.killed)} processes{how})"
+        return f"stopped {self.name} (pid {self.pid}, {len(self.ended + self.killed)} processes{how}){left}"
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -78,8 +95,8 @@ def clean(
         say: told what was done.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError: F15 when the port of the deployment is held by somebody else (who is named and left alone),
-    or when memory of a GPU does not come back.
+    Raises SlipstreamError: F15 when the port or a GPU of the deployment is held by somebody else (who is named and left
+    alone), or when memory of a GPU does not come back.
     """
     stopped = []
     for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
@@ -89,7 +106,11 @@ def clean(
             stopped.append(one)
     if not stopped:
         say("nothing of ours was running")
+    left = forgotten(read_segments())
+    if left:
+        say(f"left alone in shared memory, held by nobody and not recorded by us: {', '.join(map(str, left))}")
     check_port(deployment.server.host, deployment.server.port, skip=skip)
+    check_gpus(deployment, skip=skip)
     return stopped
 
 
@@ -104,16 +125,54 @@ def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
     name = state_file.name.removesuffix(STATE_SUFFIX)
     ready_file = state_file.with_name(f"{name}{READY_SUFFIX}")
     address = _address(record, ready_file)
-    lived = bool(group_members(record.identity))
+    members = [member.pid for member in group_members(record.identity)]
+    ours = _our_segments(record, state_file, members)
+    lived = bool(members)
     report = stop_group(record.identity, drain_seconds=drain_seconds)
+    removed, _ = remove_unheld(ours)
     if address is not None and lived and not wait_port_free(*address, PORT_SECONDS):
         check_port(*address)
     _wait_for_gpus(record)
     ready_file.unlink(missing_ok=True)
+    _segments_file(state_file).unlink(missing_ok=True)
     forget(state_file)
     return Stopped(
-        name, record.identity.pid, " ".join(record.command), report.ended, report.killed, round(report.seconds, 3)
+        name,
+        record.identity.pid,
+        " ".join(record.command),
+        report.ended,
+        report.killed,
+        round(report.seconds, 3),
+        tuple(map(str, removed)),
     )
+
+
+def note_segments(state_file: Path) -> None:
+    """Notes the shared memory that a started group holds now: of one that is killed later nobody else can tell."""
+    record = read_record(state_file)
+    if record is not None:
+        members = [member.pid for member in group_members(record.identity)]
+        write_json(_segments_file(state_file), to_json(_our_segments(record, state_file, members)))
+
+
+def segments_before() -> list[list[int]]:
+    """For a state file's notes: what is in shared memory before a launch is not ours."""
+    return [list(segment.key) for segment in read_segments()]
+
+
+def _our_segments(record: ProcessRecord, state_file: Path, members: list[int]) -> list[Segment]:
+    """The shared memory that a group holds now or held when it was noted; none where no launch noted what was there."""
+    before = record.notes.get(SEGMENTS_BEFORE)
+    if before is None:
+        return []
+    file = _segments_file(state_file)
+    noted = from_json(read_json(file)) if file.is_file() else []
+    now = held_by_group(members, {(device, inode) for device, inode in before})
+    return list({segment.key: segment for segment in (*noted, *now)}.values())
+
+
+def _segments_file(state_file: Path) -> Path:
+    return state_file.with_name(state_file.name.removesuffix(STATE_SUFFIX) + SEGMENTS_SUFFIX)
 
 
 def check_port(host: str, port: int, *, skip: Collection[str] = ()) -> None:
@@ -130,6 +189,25 @@ def check_port(host: str, port: int, *, skip: Collection[str] = ()) -> None:
     )
 
 
+def check_gpus(deployment: "Deployment", *, skip: Collection[str] = ()) -> None:
+    """Raises SlipstreamError (F15), naming who is there, when a card that the deployment needs is in use."""
+    server = deployment.server
+    found = None if server.device == "cpu" or "F15" in skip else read_gpus()
+    busy = [
+        words
+        for card in chosen_cards(found.cards if found else (), server.tensor_parallel_size)
+        if (words := in_use(card))
+    ]
+    if busy:
+        raise SlipstreamError(
+            "; ".join(busy),
+            expected="cards that nobody is on: this pipeline did not start them, and leaves them alone",
+            do="ask their owners, or choose other cards with CUDA_VISIBLE_DEVICES",
+            runbook="gpu-memory-not-freed.md",
+            fault="F15",
+        )
+
+
 def gpu_baseline() -> list[dict[str, Any]] | None:
     """GPU memory in use before a launch, as JSON for the notes of a state file; None without a GPU."""
     cards = read_gpu_memory()
@@ -144,13 +222,14 @@ def _wait_for_gpus(record: ProcessRecord) -> None:
     baseline = [GpuMemory(card["index"], card["used_bytes"], tuple(card["pids"])) for card in noted]
     above = wait_gpu_memory(baseline, GPU_SECONDS)
     if above:
-        users = {pid for card in above for pid in card.pids}
+        users = sorted({pid for card in above for pid in card.pids})
+        who = "; ".join(describe_user(GpuUser(pid, None)) for pid in users) or "nobody"
         raise SlipstreamError(
             f"memory of GPUs {[card.index for card in above]} is not back {GPU_SECONDS:.0f} s after our server ended: "
             + ", ".join(f"GPU {card.index} {card.used_bytes / 1e9:.1f} GB" for card in above),
             expected="the use from before the launch",
-            do=f"the driver names processes {sorted(users) or 'none'} (pids of the host); none of ours is left",
-            runbook="left-over-server.md",
+            do=f"the driver names {who}; none of ours is left, and they are left alone",
+            runbook="gpu-memory-not-freed.md",
             fault="F15",
         )
 

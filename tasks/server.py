@@ -14,7 +14,15 @@ import httpx
 from slipstream.engine.acceptance import AcceptanceCounts
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse, slot_differences
-from slipstream.tasks.cleanup import READY_SUFFIX, check_port, gpu_baseline, stop_recorded
+from slipstream.tasks.cleanup import (
+    READY_SUFFIX,
+    SEGMENTS_BEFORE,
+    check_port,
+    gpu_baseline,
+    note_segments,
+    segments_before,
+    stop_recorded,
+)
 from slipstream.tasks.counters import read_counters, read_settings
 from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.manifest import read_json
@@ -212,13 +220,19 @@ def start_server(
         server_command(deployment, plan, ready_file),
         log=workdir / f"{name}.log",
         state_file=workdir / f"{name}{STATE_SUFFIX}",
-        notes={"host": deployment.server.host, "port": plan.port, "gpu_baseline": gpu_baseline()},
+        notes={
+            "host": deployment.server.host,
+            "port": plan.port,
+            "gpu_baseline": gpu_baseline(),
+            SEGMENTS_BEFORE: segments_before(),
+        },
     )
     try:
         url = _wait_until_healthy(process, ready_file, deployment.server.startup_timeout_seconds, progress)
         settings = read_settings(url)
         check_identity(process, settings, url)
         check_settings(deployment, plan, settings)
+        note_segments(process.state_file)
     except BaseException:
         stop_server(deployment, workdir, name)
         raise

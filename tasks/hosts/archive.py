@@ -29,6 +29,7 @@ MODULES = (
     "slipstream.tasks.ports",
     "slipstream.tasks.proc_stat",
     "slipstream.tasks.process",
+    "slipstream.tasks.shared_memory",
 )
 MINIMUM_PYTHON = (3, 10)
 FOLDER = "archives"  # below Slipstream's directory on the host

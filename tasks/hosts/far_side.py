@@ -1,4 +1,4 @@
-"""What a host does when it is asked: one JSON request on standard input, one JSON answer on standard output.
+"""What a host does when it is asked: JSON requests on standard input, a line each, JSON answers on standard output.
 
 Runs on the host, out of the archive (`archive.py`), with nothing but Python's standard library. No value ever stands on
 a command line: the request carries them all.
@@ -8,12 +8,13 @@ import getpass
 import json
 import os
 import platform
+import select
 import shutil
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from slipstream.tasks.proc_stat import boot_id
 from slipstream.tasks.process import own_archive
 
 MODULE = "slipstream.tasks.hosts.far_side"
+IDLE_SECONDS = 900.0  # then it ends: a connection that broke without a word leaves nobody behind
 
 
 def hello(base: Path) -> dict[str, Any]:
@@ -125,12 +127,34 @@ def _user() -> str:
         return str(os.getuid())
 
 
+def questions(descriptor: int, idle_seconds: float) -> Iterator[bytes]:
+    """The lines of a descriptor, until its end, or until nobody has asked anything for `idle_seconds`."""
+    rest = b""
+    while select.select([descriptor], [], [], idle_seconds)[0]:
+        block = os.read(descriptor, 65_536)
+        *lines, rest = (rest + block).split(b"\n")
+        if not block:
+            lines, rest = [rest], b""
+        yield from filter(None, lines)
+        if not block:
+            return
+
+
 def main() -> None:
-    """Answers one request. The answer's line begins with the request's nonce: a login shell may print lines, too."""
-    request = json.loads(sys.stdin.buffer.read())
-    line = f"\n{request['nonce']} {json.dumps(answer(request))}\n"
-    sys.stdout.write(line)
-    sys.stdout.flush()
+    """Answers until nobody asks. An answer's line begins with its request's nonce: a login shell may print, too."""
+    asked = os.dup(sys.stdin.fileno())
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), sys.stdin.fileno())  # no command of ours may swallow the next question
+    os.chdir("/")
+    for line in questions(asked, IDLE_SECONDS):
+        request = json.loads(line)
+        answered = f"\n{request['nonce']} {json.dumps(answer(request))}\n"
+        try:
+            sys.stdout.write(answered)
+            sys.stdout.flush()
+        except BrokenPipeError:  # whoever asked is gone; what was done stays done
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from slipstream.tasks.process import (
 JOBS = "jobs"
 STATE = f"job{STATE_SUFFIX}"
 BEGIN_SECONDS = 60.0
+LEAVE_SECONDS = 5.0
 
 
 def start_job(base: Path, *, secrets: dict[str, str], env: dict[str, str], **spec: Any) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def start_job(base: Path, *, secrets: dict[str, str], env: dict[str, str], **spe
     folder = base / JOBS / spec["name"]
     folder.mkdir(parents=True, exist_ok=True)
     with guard(folder) as descriptor:
-        old = _status(folder)
+        old = _settled(folder, spec["submission"])
         if old is not None and old["submission"] == spec["submission"]:
             return {**old, "attached": True}
         if old is not None and old["members"]:
@@ -139,6 +140,18 @@ def _status(folder: Path) -> dict[str, Any] | None:
         "started": record.started,
         "ended": None if ended is None else ended["ended"],
     }
+
+
+def _settled(folder: Path, submission: str) -> dict[str, Any] | None:
+    """The status, once the keeper of an ended job has left: it writes how the job ended, and goes right after that."""
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while True:
+        status = _status(folder)
+        if status is None or status["submission"] == submission or status["state"] == "running":
+            return status
+        if not status["members"] or time.monotonic() > deadline:
+            return status
+        time.sleep(POLL_SECONDS)
 
 
 def _state(record: ProcessRecord, members: list[int], ended: dict[str, Any] | None) -> tuple[str, str]:

@@ -38,7 +38,7 @@ class LocalHost(ScriptedHost):
     def close(self) -> None:
         """Nothing to end."""
 
-    def _exchange(self, request: bytes, seconds: float) -> tuple[int, str]:
+    def _exchange(self, request: bytes, mark: str, seconds: float) -> tuple[int, str]:
         archive = build_archive()
         path = self._folder / archive.path
         if not path.is_file():

@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,8 @@ from slipstream.tasks.nvml import read_gpus
 from slipstream.tasks.ports import port_holders, port_is_free
 from slipstream.tasks.proc_stat import boot_id, command_of, read_stat, user_of
 from slipstream.tasks.process import our_processes
+from slipstream.tasks.shared_memory import FOLDER, KNOWN_NAMES, held, read_segments
 
-SHARED_MEMORY = "/dev/shm"
-# Names that servers and NCCL give their segments there, and so ones whose owner may be gone.
-LEFT_SEGMENTS = ("sgl_shm_", "nccl-", "torch_", "psm_", "slipstream")
 XID = re.compile(r"NVRM: Xid \((?P<device>[^)]*)\): (?P<code>\d+)")
 DMESG_SECONDS = 5.0
 
@@ -96,41 +93,16 @@ def _disk(path: Path) -> dict[str, Any]:
 
 
 def _shared_memory() -> dict[str, Any] | None:
-    if not os.path.isdir(SHARED_MEMORY):
+    if not os.path.isdir(FOLDER):
         return None
-    usage = shutil.disk_usage(SHARED_MEMORY)
-    left = []
-    names = [entry for entry in os.scandir(SHARED_MEMORY) if entry.name.startswith(LEFT_SEGMENTS)]
-    mapped = _mapped(entry.path for entry in names)
-    for entry in names:
-        try:
-            status = entry.stat(follow_symlinks=False)
-        except OSError:
-            continue  # gone meanwhile
-        left.append(
-            {
-                "name": entry.name,
-                "bytes": status.st_size,
-                "mine": status.st_uid == os.getuid(),
-                "mapped": entry.path in mapped,
-            }
-        )
+    usage = shutil.disk_usage(FOLDER)
+    named = [one for one in read_segments() if one.name.startswith(KNOWN_NAMES)]
+    holders = held(named)
+    left = [
+        {"name": one.name, "bytes": one.bytes, "mine": one.uid == os.getuid(), "mapped": one.key in holders}
+        for one in named
+    ]
     return {"total_bytes": usage.total, "free_bytes": usage.free, "segments": left}
-
-
-def _mapped(paths: Iterable[str]) -> set[str]:
-    """Which of the files a process that we may look at has mapped."""
-    wanted = set(paths)
-    found: set[str] = set()
-    if not wanted:
-        return found
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            maps = Path(f"/proc/{name}/maps").read_text()
-        except (OSError, UnicodeDecodeError):
-            continue
-        found |= {path for path in wanted if path in maps}
-    return found
 
 
 def _port(address: str, port: int) -> dict[str, Any]:

@@ -49,8 +49,10 @@ class ScriptedHost(ABC):
     def name(self) -> str: ...
 
     @abstractmethod
-    def _exchange(self, request: bytes, seconds: float) -> tuple[int, str]:
-        """Runs the archive with `request` as its input. Returns exit code and output. Raises HostUnreachable."""
+    def _exchange(self, request: bytes, mark: str, seconds: float) -> tuple[int, str]:
+        """Asks the archive `request`, one line; the answer's begins with `mark`. Returns exit code and output.
+
+        Raises HostUnreachable."""
 
     @abstractmethod
     def _read(self, path: str, offset: int, max_bytes: int) -> bytes:
@@ -209,7 +211,7 @@ class ScriptedHost(ABC):
         request = {"nonce": nonce, "base": self.base, "call": call, "arguments": arguments}
         data = json.dumps(request).encode()
         limit = within + GRACE_SECONDS
-        code, output = self._repeat(lambda: self._exchange(data, limit), again=again)
+        code, output = self._repeat(lambda: self._exchange(data, f"{nonce} ", limit), again=again)
         for line in output.splitlines():
             if line.startswith(f"{nonce} "):
                 answer = json.loads(line.removeprefix(f"{nonce} "))

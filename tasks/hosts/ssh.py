@@ -74,11 +74,11 @@ class SshHost(ScriptedHost):
                 self._connection = connection
             return self._connection
 
-    def _exchange(self, request: bytes, seconds: float) -> tuple[int, str]:
+    def _exchange(self, request: bytes, mark: str, seconds: float) -> tuple[int, str]:
         connection = self._connected()
         path = posixpath.join(self._folder, build_archive().path)
         command = shlex.join([self.python, "-I", path, MODULE])
-        code, output = connection.execute(command, request, seconds)
+        code, output = connection.ask(command, request, mark.encode(), seconds)
         return code, output.decode(errors="replace")
 
     def _read(self, path: str, offset: int, max_bytes: int) -> bytes:

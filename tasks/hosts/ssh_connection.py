@@ -32,6 +32,7 @@ from slipstream.tasks.hosts.known_hosts import Refuse, changed_key
 
 READ_BYTES = 65_536
 FULL_PAUSE_SECONDS = 0.2  # until a channel that others hold may be free
+WAITING_SECONDS = 300.0  # a program there that is not asked for longer may have ended (`far_side.IDLE_SECONDS`)
 UNANSWERED_KEEPALIVES = 3  # then the kernel gives the connection up
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks; we say what happened in words
@@ -70,6 +71,7 @@ class SshConnection:
         self._sftp_lock = threading.Lock()
         # Paramiko keeps one refusal for all threads: of two that are refused at once, one would not learn why.
         self._opening = threading.Lock()
+        self._waiting: list[tuple[paramiko.Channel, float]] = []  # programs that wait for a question, and since when
         self._sftp: paramiko.SFTPClient | None = None
         self._chain: list[fabric.Connection] = []
         try:
@@ -84,30 +86,45 @@ class SshConnection:
         """Whether it stands, as far as this side knows."""
         return bool(self._chain) and all(link.is_connected for link in self._chain)
 
-    def execute(self, command: str, data: bytes, seconds: float) -> tuple[int, bytes]:
-        """Runs one command with `data` as its input. Returns exit code and stdout with stderr.
+    def ask(self, command: str, request: bytes, mark: bytes, seconds: float) -> tuple[int, bytes]:
+        """One question to a program that answers line by line, and goes on for the next one: a login shell and an
+        interpreter take half a second to start.
 
-        Raises HostUnreachable when no end came within `seconds`, or none with an exit code. The command may go on.
+        Args:
+            command: starts the program; one that still waits from an earlier question is asked first.
+            request: one line, without its end.
+            mark: what the answer's line begins with; whatever else is written before is not it.
+            seconds: limit of the answer.
+
+        Returns 0 and all that was written, or exit code and output of a program that ended without an answer. Raises
+        HostUnreachable when neither came within `seconds`. What was asked for may go on.
         """
         deadline = time.monotonic() + seconds
         with self._sessions, self._broken("answer"):
-            channel = self._new_channel(deadline)
+            channel = self._program(command, deadline)
+            output, answered = bytearray(), False
             try:
-                # One stream: read one after the other, two full ones wait for each other for ever.
-                channel.set_combine_stderr(True)
-                channel.settimeout(self.target.connect_seconds)
-                channel.exec_command(command)
                 channel.settimeout(seconds)
-                channel.sendall(data)
-                channel.shutdown_write()
-                blocks = list(_read(channel, deadline))
+                channel.sendall(request + b"\n")
+                for block in _read(channel, deadline):
+                    output += block
+                    start = output.find(mark)
+                    answered = start >= 0 and output.find(b"\n", start) >= 0
+                    if answered:
+                        break
+                if answered:
+                    return 0, bytes(output)
                 channel.settimeout(max(0.1, deadline - time.monotonic()))
                 code = channel.recv_exit_status()
                 if code == -1:  # by a signal, or because the connection is gone: paramiko tells no difference
                     raise ConnectionError("the command ended without an exit code")
-                return code, b"".join(blocks)
+                return code, bytes(output)
             finally:
-                channel.close()
+                if answered:
+                    with self._opening:
+                        self._waiting.append((channel, time.monotonic()))
+                else:
+                    channel.close()
 
     def sftp(self) -> paramiko.SFTPClient:
         """The channel for files, opened once. Raises HostUnreachable, or SlipstreamError where SFTP is switched off."""
@@ -134,6 +151,7 @@ class SshConnection:
 
     def close(self) -> None:
         """Ends the connection. What runs in sessions of its own goes on."""
+        self._waiting = []
         for link in reversed(self._chain):
             link.client.close()
         self._chain = []
@@ -155,16 +173,34 @@ class SshConnection:
             raise ConnectionError("the connection is closed")
         return transport
 
-    def _new_channel(self, deadline: float) -> paramiko.Channel:
-        """A session. Where the server allows fewer than we were told, waits until one of ours ends."""
+    def _program(self, command: str, deadline: float) -> paramiko.Channel:
+        """A program that waits for a question; a new one where none waits.
+
+        Where the server allows fewer sessions than we were told, waits until one of ours is free.
+        """
         while True:
             try:
                 with self._opening:
-                    return self._transport.open_session(timeout=self.target.connect_seconds)
+                    while self._waiting:
+                        channel, since = self._waiting.pop()
+                        if time.monotonic() - since < WAITING_SECONDS and not (channel.closed or channel.eof_received):
+                            return channel
+                        channel.close()
+                    channel = self._transport.open_session(timeout=self.target.connect_seconds)
             except ChannelException:
                 if time.monotonic() + FULL_PAUSE_SECONDS > deadline:
                     raise
                 time.sleep(FULL_PAUSE_SECONDS)
+                continue
+            # One stream: read one after the other, two full ones wait for each other for ever.
+            channel.set_combine_stderr(True)
+            channel.settimeout(self.target.connect_seconds)
+            try:
+                channel.exec_command(command)
+            except BaseException:
+                channel.close()
+                raise
+            return channel
 
     def _open(self, address: SshAddress, through: fabric.Connection | None) -> fabric.Connection:
         link = self._link(address, through)

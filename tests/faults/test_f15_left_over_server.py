@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from slipstream.configs.schema import Deployment
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import cleanup
+from slipstream.tasks.nvml import Gpu, Gpus, GpuUser
 from slipstream.tasks.ports import port_is_free
 from slipstream.tasks.process import group_members, start_detached
 from slipstream.tasks.server import ServerPlan, start_server
@@ -17,6 +19,7 @@ from slipstream.tasks.stage import run_stage
 
 CAUGHT = [
     ("F15", "cleanup", "ours is stopped; held by process PID: named and left alone"),
+    ("F15", "cleanup", "GPU 0: 60 GB in use, by process PID of USER: named and left alone"),
 ]
 
 LISTEN = """
@@ -95,3 +98,45 @@ def test_with_the_check_off_the_fault_passes(foreign, tmp_path):
     _, port = foreign
     assert cleanup.clean(tmp_path, deployment_on(port), skip={"F15"}) == []
     assert not port_is_free("127.0.0.1", port)
+
+
+CARD = Gpu(0, "NVIDIA H200", "GPU-0", "9.0", 150 * 10**9, 60 * 10**9, (), True, 0, False, False, {})
+OTHER = replace(CARD, index=1, uuid="GPU-1", used_bytes=0)
+
+
+@pytest.fixture
+def card_in_use(foreign, monkeypatch):
+    """A card that the foreign process is on, by the driver's list. Returns the process."""
+    process, _ = foreign
+    card = replace(CARD, users=(GpuUser(process.pid, 59 * 10**9),))
+    monkeypatch.setattr(cleanup, "read_gpus", lambda: Gpus("580", "13.0", (card, OTHER)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return process
+
+
+def test_a_foreign_process_on_a_card_is_named_and_left_alone(card_in_use, tmp_path):
+    with pytest.raises(SlipstreamError, match=f"GPU 0: .* in use, by process {card_in_use.pid} of ") as error:
+        run_stage(cleanup.STAGE, deployment_on(0), tmp_path)
+    assert (error.value.fault, error.value.runbook) == ("F15", "gpu-memory-not-freed.md")
+    assert "time.sleep(600)" in error.value.found
+    assert card_in_use.poll() is None
+
+
+def test_on_other_cards_it_is_nobodys_business(card_in_use, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    cleanup.clean(tmp_path, deployment_on(0))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
+    with pytest.raises(SlipstreamError, match="GPU 0"):
+        cleanup.clean(tmp_path, deployment_on(0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cleanup.clean(tmp_path, Deployment(server={"device": "cpu", "port": 0}))
+
+
+def test_memory_that_nobody_is_named_for_is_in_use_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr(cleanup, "read_gpus", lambda: Gpus("580", "13.0", (CARD,)))
+    with pytest.raises(SlipstreamError, match=r"60\.0 GB of 150 GB in use, by nobody whom the driver names"):
+        cleanup.clean(tmp_path, deployment_on(0))
+
+
+def test_with_the_check_off_a_card_in_use_passes(card_in_use, tmp_path):
+    assert cleanup.clean(tmp_path, deployment_on(0), skip={"F15"}) == []

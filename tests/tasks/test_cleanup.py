@@ -103,5 +103,5 @@ def test_memory_of_a_gpu_is_waited_for_and_missed(leftover, deployment, tmp_path
         cleanup.clean(tmp_path, deployment)
     assert error.value.fault == "F15"
     assert "GPU 0 5.0 GB" in error.value.found
-    assert "[4242]" in str(error.value)
+    assert "process 4242 of the host" in str(error.value)
     assert group_members(process.identity) == []

@@ -27,6 +27,32 @@ def ssh_server(need_sshd, ssh_tools, tmp_path_factory):
     server.stop()
 
 
+@pytest.fixture(scope="session")
+def machine_tools(load_test_module):
+    """tests/tasks/hosts/machines.py"""
+    return load_test_module(Path(__file__).parent / "machines.py")
+
+
+@pytest.fixture(scope="session")
+def need_machines(need_sshd, machine_tools):
+    machine_tools.need_namespaces()
+
+
+@pytest.fixture
+def machine(need_machines, machine_tools, ssh_tools, tmp_path):
+    """Makes hosts in namespaces of their own, whose keys are trusted."""
+    made, kind = [], machine_tools.machine_class(ssh_tools)
+
+    def make(*lines, **options):
+        made.append(kind(tmp_path / f"machine{len(made)}", len(made), *lines, **options))
+        made[-1].trust()
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
 @pytest.fixture
 def own_server(need_sshd, ssh_tools, tmp_path):
     """Makes servers of a test's own."""

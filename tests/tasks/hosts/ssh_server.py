@@ -47,12 +47,14 @@ def wait_for(condition, seconds=30.0):
 
 
 class SshServer:
-    """sshd in the foreground, with keys of its own; `home` is where its logins' files go."""
+    """sshd in the foreground, with keys of its own, on `listen`."""
+
+    listen = "127.0.0.1"
 
     def __init__(self, folder: Path, *lines: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o755)
-        self.folder, self.port, self.lines = folder, free_port(), lines
+        self.folder, self.port, self.lines = folder, self.own_port(), lines
         self.host_key, self.user_key = folder / "host_key", folder / "user_key"
         self.new_host_key()
         make_key(self.user_key)
@@ -60,9 +62,16 @@ class SshServer:
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
 
+    def own_port(self) -> int:
+        return free_port()
+
+    def inside(self, command: list[str]) -> list[str]:
+        """The command that runs `command` where the server shall be."""
+        return command
+
     @property
     def address(self) -> SshAddress:
-        return SshAddress("127.0.0.1", self.port, getpass.getuser())
+        return SshAddress(self.listen, self.port, getpass.getuser())
 
     def new_host_key(self, kind: str = "ed25519") -> None:
         for path in (self.host_key, self.folder / "host_key.pub"):
@@ -80,7 +89,7 @@ class SshServer:
                 [
                     *self.lines,  # sshd takes the first value of a key
                     f"Port {self.port}",
-                    "ListenAddress 127.0.0.1",
+                    f"ListenAddress {self.listen}",
                     f"HostKey {self.host_key}",
                     f"AuthorizedKeysFile {self.folder / 'authorized_keys'}",
                     "StrictModes no",
@@ -95,13 +104,14 @@ class SshServer:
             )
         )
         with (self.folder / "sshd.log").open("ab") as log:
-            self.process = subprocess.Popen([sshd, "-D", "-e", "-f", str(config)], stdout=log, stderr=log)
+            command = self.inside([sshd, "-D", "-e", "-f", str(config)])
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(self._answers)
 
     def _answers(self) -> bool:
         assert self.process is not None
         assert self.process.poll() is None, (self.folder / "sshd.log").read_text()
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1) as probe:
+        with contextlib.suppress(OSError), socket.create_connection((self.listen, self.port), 1) as probe:
             return probe.recv(4) == b"SSH-"
         return False
 
@@ -133,10 +143,11 @@ class SshServer:
 
 class Relay:
     """A TCP relay to a port: `cut` ends what stands, `open` says whether new connections are taken, `freeze` lets
-    them stand and carries nothing, as a network that is gone."""
+    them stand and carries nothing, as a network that is gone. `bytes_per_second`: a slow one, in each direction."""
 
-    def __init__(self, port: int) -> None:
-        self._to, self.open, self._frozen = port, True, threading.Event()
+    def __init__(self, port: int, *, to: str = "127.0.0.1", bytes_per_second: float = float("inf")) -> None:
+        self._to, self.open, self._frozen = (to, port), True, threading.Event()
+        self._seconds_per_byte = 1 / bytes_per_second
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self._sockets: list[socket.socket] = []
@@ -174,14 +185,15 @@ class Relay:
             if not self.open:
                 near.close()
                 continue
-            far = socket.create_connection(("127.0.0.1", self._to))
+            far = socket.create_connection(self._to)
             self._sockets += [near, far]
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
 
     def _carry(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while block := source.recv(65_536):
+            while block := source.recv(65_536 if not self._seconds_per_byte else 4096):
+                time.sleep(len(block) * self._seconds_per_byte)
                 while self._frozen.is_set():
                     time.sleep(0.02)
                 sink.sendall(block)

@@ -88,6 +88,22 @@ def test_a_job_of_the_same_name_that_runs_something_else_is_refused(host):
     assert host.status("sleep").state == "running"
 
 
+def test_a_keeper_that_has_not_left_yet_is_no_other_job(host, ssh_tools):
+    """It writes how the job ended, and then goes: whoever asks in between is not refused."""
+    first = host.start(Job("quick", ("true",), run="1"))
+    ended = wait_exited(host, "quick", ssh_tools)
+    for number in range(2, 5):
+        assert ended.exit_code == 0
+        assert not host.start(Job("quick", ("true",), run=str(number))).attached
+        ended = wait_exited(host, "quick", ssh_tools)
+    # what the command left in the background stays, and is no keeper
+    host.start(Job("left", ("sh", "-c", "sleep 600 &")))
+    wait_exited(host, "left", ssh_tools)
+    with pytest.raises(SlipstreamError, match="job left runs something else"):
+        host.start(Job("left", ("true",)))
+    assert first.submission != ended.submission
+
+
 def test_two_submitters_at_once_start_one_job(any_host, tmp_path):
     counted = tmp_path / "counted"
     job = Job("race", ("sh", "-c", f"echo $$ >> {counted}; sleep 600"))

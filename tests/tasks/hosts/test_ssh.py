@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import pytest
 
 from slipstream.configs.ssh_address import SshAddress
 from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.hosts.far_side import questions
 from slipstream.tasks.hosts.host import HostUnreachable, Job
 from slipstream.tasks.hosts.known_hosts import HostKeyRefused, known_keys
 from slipstream.tasks.hosts.scripted import ScriptedHost
 from slipstream.tasks.hosts.ssh_connection import SshConnection, shown_key
+from slipstream.tasks.proc_stat import read_stat
 
 COUNT = "import time\nfor i in range({n}): print(i, flush=True); time.sleep(0.1)"
 
@@ -181,6 +184,36 @@ def test_a_login_shell_that_talks_does_no_harm(ssh_server, tmp_path):
     host = ssh_server.host(tmp_path / "far", python=str(talker))
     assert host.run(("echo", "x")).stdout == "x\n"
     host.close()
+
+
+def test_the_helper_there_goes_on_for_the_next_question_and_ends_with_the_connection(ssh_server, tmp_path, ssh_tools):
+    """A login shell and an interpreter for every question would take half a second each."""
+    host = ssh_server.host(tmp_path / "far")
+    helpers = {host.run(("sh", "-c", "echo $PPID")).stdout for _ in range(3)}
+    assert len(helpers) == 1
+    (pid,) = map(int, helpers)
+    host.close()
+    ssh_tools.wait_for(lambda: read_stat(pid) is None)
+
+
+def test_a_helper_that_was_killed_is_replaced(ssh_server, tmp_path, ssh_tools):
+    host = ssh_server.host(tmp_path / "far")
+    before = int(host.run(("sh", "-c", "echo $PPID")).stdout)
+    os.kill(before, signal.SIGKILL)
+    ssh_tools.wait_for(lambda: read_stat(before) is None)
+    assert host.status("nothing") is None
+    assert int(host.run(("sh", "-c", "echo $PPID")).stdout) != before
+    host.close()
+
+
+def test_a_helper_that_nobody_asks_ends():
+    asked, ask = os.pipe()
+    os.write(ask, b'{"a": 1}\n\n{"b": 2}\n{"c"')
+    assert list(questions(asked, 0.05)) == [b'{"a": 1}', b'{"b": 2}']  # the third is not whole
+    os.write(ask, b'{"d": 4}')
+    os.close(ask)
+    assert list(questions(asked, 5.0)) == [b'{"d": 4}']  # at the end a line needs no end
+    os.close(asked)
 
 
 def test_more_commands_than_the_server_allows_sessions_wait(own_server, tmp_path):
