@@ -10,7 +10,6 @@ neither Prefect nor fabric is installed.
 import json
 import os
 import sys
-from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.arguments import AsJson, Config, EngineVersion, Force, Overrides, Workdir
 from slipstream.flows.by_hand import run_each, run_stages
 from slipstream.flows.host_cli import doctor, host_app
+from slipstream.flows.prefect_cli import abandon, require_prefect, up
 
 app = typer.Typer(
     name="slipstream",
@@ -33,6 +33,8 @@ app = typer.Typer(
 )
 app.add_typer(host_app, name="host")
 app.command("doctor")(doctor)
+app.command("up")(up)
+app.command("abandon")(abandon)
 
 
 @app.command()
@@ -104,7 +106,7 @@ def run(config: Config, overrides: Overrides = None) -> None:
     from slipstream.flows.plan_tables import show_findings
     from slipstream.tasks.checks import refuse, refuse_other_engine
 
-    _require_prefect()
+    require_prefect("run")
     from slipstream.flows.run import run_lifecycle
 
     console = Console()
@@ -302,20 +304,6 @@ def serve(context: typer.Context) -> None:
     from slipstream.engine.serving.main import main as serve_main
 
     raise typer.Exit(serve_main(context.args))
-
-
-def _require_prefect() -> None:
-    """Looks for Prefect without importing it: it reads its settings then, and they are not set yet."""
-    try:
-        found = find_spec("prefect") is not None
-    except ModuleNotFoundError:
-        found = False
-    if not found:
-        raise SlipstreamError(
-            "`slipstream run` needs the package prefect, which is not installed",
-            expected="Slipstream with its flows",
-            do="pip install 'slipstream[flows]'; `slipstream stage NAME` runs single stages without it",
-        )
 
 
 def show_error(error: SlipstreamError) -> None:

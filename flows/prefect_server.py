@@ -23,10 +23,12 @@ from slipstream.tasks.process import Detached, forget, read_record, start_detach
 
 HEALTHY_SECONDS = 120.0  # a new database takes 10 s on a busy machine, a loaded CI much longer
 STOP_SECONDS = 10.0
+ADDRESS = "127.0.0.1"
 STARTS = 3  # another process may take the free port before the server does
 SETTINGS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",  # two channels report to Prefect by default; both stay off
     "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_EPHEMERAL_ENABLED": "false",  # a server that every command starts for itself hides a wrong address
     "PREFECT_SERVER_UI_ENABLED": "false",
     "PREFECT_LOGGING_SERVER_LEVEL": "ERROR",
 }
@@ -74,26 +76,37 @@ def stop_left_over(workdir: Path) -> bool:
 
 
 def _start(home: Path) -> tuple[Detached, str]:
-    log = home / "server.log"
     for attempt in range(STARTS):
-        port = free_port()
-        server = start_detached(
-            [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)],
-            log=log,
-            state_file=home / "server.state.json",
-        )
-        url = f"http://127.0.0.1:{port}/api"
         try:
-            if _becomes_healthy(server, url):
-                return server, url
-        except BaseException:
-            stop_group(server.identity, drain_seconds=STOP_SECONDS)
-            forget(server.state_file)
-            raise
+            return start(home, free_port())
+        except SlipstreamError:
+            if attempt == STARTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def start(home: Path, port: int, *, ui: bool = False) -> tuple[Detached, str]:
+    """Starts Prefect's server at a port of this machine and waits until it is healthy. Returns it and its API's URL.
+
+    Raises SlipstreamError, and leaves nothing running, when it does not become healthy.
+    """
+    log, url = home / "server.log", f"http://{ADDRESS}:{port}/api"
+    server = start_detached(
+        [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", ADDRESS, "--port", str(port)],
+        log=log,
+        state_file=home / "server.state.json",
+        env={"PREFECT_SERVER_UI_ENABLED": "true"} if ui else None,
+        notes={"api": url},
+    )
+    try:
+        if _becomes_healthy(server, url):
+            return server, url
+    except BaseException:
         stop_group(server.identity, drain_seconds=STOP_SECONDS)
         forget(server.state_file)
-        if attempt == STARTS - 1:
-            break
+        raise
+    stop_group(server.identity, drain_seconds=STOP_SECONDS)
+    forget(server.state_file)
     raise SlipstreamError(
         f"Prefect's server did not start; its last lines: {tail(log) or 'none'}",
         expected=f"an answer to {url}/health within {HEALTHY_SECONDS:.0f} s",
@@ -101,15 +114,20 @@ def _start(home: Path) -> tuple[Detached, str]:
     )
 
 
+def answers(api: str) -> bool:
+    """Whether a healthy Prefect server is at this URL."""
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{api}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False
+
+
 def _becomes_healthy(server: Detached, url: str) -> bool:
     """Waits for the health check; False when the process ended or the time is up."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + HEALTHY_SECONDS
     while server.exit_code() is None and time.monotonic() < deadline:
-        try:
-            with opener.open(f"{url}/health", timeout=5) as answer:
-                if answer.status == 200:
-                    return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.1)
+        if answers(url):
+            return True
+        time.sleep(0.1)
     return False

@@ -33,7 +33,8 @@ def run_lifecycle(
     deployment = load(config, overrides).deployment
     workdir = deployment.host.workdir
     with unwinding_signals(), workdir_lock(workdir), prefect_server(workdir):
-        from slipstream.flows.lifecycle import REPORTER, lifecycle  # only now: prefect reads its settings when imported
+        from slipstream.flows.deployed import REPORTER  # only now: prefect reads its settings when imported
+        from slipstream.flows.lifecycle import lifecycle
 
         token = None
         try:

@@ -2,7 +2,7 @@
 
 Never a cache hit. It cleans up first, starts the server with checked flags, follows its start, verifies identity and
 effective settings, and succeeds only after a smoke request whose K, width, slots and A_1 agree with plan and parity.
-The server goes on running when the stage is done.
+The server goes on running when the stage is done, and is noted as the last good one (last_good.py).
 """
 
 from typing import Any
@@ -15,6 +15,7 @@ from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.checks import find, gather, refuse, refuse_other_engine
 from slipstream.tasks.cleanup import clean
 from slipstream.tasks.facts import PARITY
+from slipstream.tasks.last_good import keep_last_good
 from slipstream.tasks.manifest import MANIFEST, read_json, write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, ServerPlan, check_settings, plan_server, start_server, stop_server
@@ -52,6 +53,7 @@ def run(context: StageContext) -> dict[str, Any]:
         stop_server(config, workdir)
         raise
     write_json(context.out / SETTINGS, server.settings)
+    keep_last_good(workdir, plan.draft, server.settings)
     return {
         "base_url": server.url,
         "model": server.model,

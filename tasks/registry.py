@@ -176,22 +176,38 @@ STAGES = (
         run=_run("report"),
     ),
 )
+# Not of the lifecycle: run on demand, and by flows that have to take a launch back.
+RESTORE = Stage(
+    name="restore",
+    version=1,
+    needs=(),
+    config_sections=("server.host", "server.port"),
+    run=_run("restore"),
+    cached=False,
+)
 NAMES = tuple(stage.name for stage in STAGES)
 _BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 def get_stage(name: str) -> Stage:
     """The stage of that name. Raises UnknownStage, which names the nearest one."""
+    if name == RESTORE.name:
+        return RESTORE
     if name not in NAMES:
-        near = max(NAMES, key=lambda known: SequenceMatcher(None, name.lower(), known).ratio())
+        near = max((*NAMES, RESTORE.name), key=lambda known: SequenceMatcher(None, name.lower(), known).ratio())
         raise UnknownStage(
             f"there is no stage {name!r}",
-            expected=f"one of {', '.join(NAMES)}",
+            expected=f"one of {', '.join(NAMES)}, or {RESTORE.name}",
             do=f"the nearest one is {near}: `slipstream stage {near} CONFIG`",
         )
     return _BY_NAME[name]
 
 
+def is_registered(stage: Stage) -> bool:
+    """Whether a host that is only told its name runs this very stage."""
+    return stage in STAGES or stage is RESTORE
+
+
 def all_stages() -> tuple[Stage, ...]:
-    """Every stage, in the order in which they run."""
+    """Every stage of the lifecycle, in the order in which they run."""
     return STAGES

@@ -25,6 +25,7 @@ from slipstream.tasks.cleanup import (
 )
 from slipstream.tasks.counters import read_counters, read_settings
 from slipstream.tasks.facts import DRAFT, resolved_target
+from slipstream.tasks.hosts.gpu_claim import hold_gpus, refuse_held_gpus
 from slipstream.tasks.manifest import read_json
 from slipstream.tasks.process import STATE_SUFFIX, Detached, ProcessIdentity, start_detached, tail
 
@@ -208,30 +209,51 @@ def start_server(
         name: tells servers of one workdir apart; a leftover of the same name is stopped first.
         progress: called with (phases behind, phases, what is done now).
 
-    Raises SlipstreamError, and leaves nothing running: a port that somebody holds, a process that ends (with its last
-    lines), no health in time, another process at the address, other settings than planned.
+    Raises SlipstreamError, and leaves nothing running: a port or GPUs that somebody holds, a process that ends (with
+    its last lines), no health in time, another process at the address, other settings than planned.
     """
+    command = server_command(deployment, plan, workdir / f"{name}{READY_SUFFIX}")
+
+    def check(settings: dict[str, Any]) -> None:
+        check_settings(deployment, plan, settings)
+
+    return start_command(deployment, workdir, command, plan.port, check, name=name, progress=progress)
+
+
+def start_command(
+    deployment: "Deployment",
+    workdir: Path,
+    command: list[str],
+    port: int,
+    check: Callable[[dict[str, Any]], None],
+    *,
+    name: str = "server",
+    progress: Progress | None = None,
+) -> RunningServer:
+    """The same by a command that is already written; `check` is told the healthy server's settings, and raises."""
     stop_server(deployment, workdir, name)
-    check_port(deployment.server.host, plan.port)
+    check_port(deployment.server.host, port)
+    refuse_held_gpus(workdir)
     ready_file = workdir / f"{name}{READY_SUFFIX}"
     ready_file.unlink(missing_ok=True)
     started = time.monotonic()
     process = start_detached(
-        server_command(deployment, plan, ready_file),
+        command,
         log=workdir / f"{name}.log",
         state_file=workdir / f"{name}{STATE_SUFFIX}",
         notes={
             "host": deployment.server.host,
-            "port": plan.port,
+            "port": port,
             "gpu_baseline": gpu_baseline(),
             SEGMENTS_BEFORE: segments_before(),
         },
     )
     try:
+        hold_gpus(workdir, process.identity)
         url = _wait_until_healthy(process, ready_file, deployment.server.startup_timeout_seconds, progress)
         settings = read_settings(url)
         check_identity(process, settings, url)
-        check_settings(deployment, plan, settings)
+        check(settings)
         note_segments(process.state_file)
     except BaseException:
         stop_server(deployment, workdir, name)

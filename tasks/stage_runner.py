@@ -1,25 +1,69 @@
 """Where a deployment's stages run: on this machine, or on its far host. Whoever runs stages asks here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from slipstream.tasks.checks import refuse_far_host
-from slipstream.tasks.registry import all_stages
+from slipstream.tasks.registry import get_stage, is_registered
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.stage import Stage, StageResult, run_stage
+from slipstream.tasks.stage_look import StageLook, look_at
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
+    from slipstream.tasks.hosts.host import Host
 
 FROM_HOST = "from-host"  # below the working directory here: what was fetched for people
+ENDS_STAGES = ("cleanup", "restore")  # these first stop what of the run's stages still runs on a far host
+
+
+class StageRunner(Protocol):
+    """Runs stages of one deployment where they run."""
+
+    def __call__(self, stage: Stage) -> StageResult:
+        """Runs a stage and follows it to its end."""
+
+    def look(self, names: Sequence[str]) -> list[StageLook]:
+        """What lies there of the named stages; starts and changes nothing."""
+
+
+class _Here:
+    def __init__(self, deployment: "Deployment", workdir: Path, reporter: Reporter, force: bool) -> None:
+        self._deployment, self._workdir, self._reporter, self._force = deployment, workdir, reporter, force
+
+    def __call__(self, stage: Stage) -> StageResult:
+        return run_stage(stage, self._deployment, self._workdir, self._reporter, force=self._force)
+
+    def look(self, names: Sequence[str]) -> list[StageLook]:
+        return [look_at(get_stage(name), self._deployment, self._workdir) for name in names]
+
+
+class _Far:
+    def __init__(self, host: "Host", deployment: "Deployment", workdir: Path, reporter: Reporter, force: bool) -> None:
+        self._host, self._deployment, self._workdir = host, deployment, workdir
+        self._reporter, self._force = reporter, force
+
+    def __call__(self, stage: Stage) -> StageResult:
+        from slipstream.tasks.hosts.far_stage import run_far_stage, stop_far_stages
+
+        if not is_registered(stage):
+            refuse_far_host(self._deployment, f"a stage {stage.name} that was changed here")
+        if stage.name in ENDS_STAGES:
+            stop_far_stages(self._host, self._workdir, lambda text: self._reporter.say(stage.name, text, markup=False))
+        return run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
+
+    def look(self, names: Sequence[str]) -> list[StageLook]:
+        from slipstream.tasks.hosts.far_look import far_looks
+
+        return far_looks(self._host, names, self._deployment, self._workdir)
 
 
 @contextmanager
 def stage_runner(
     deployment: "Deployment", workdir: Path, reporter: Reporter, *, force: bool = False
-) -> Iterator[Callable[[Stage], StageResult]]:
+) -> Iterator[StageRunner]:
     """Yields what runs one stage and follows it to its end.
 
     Args:
@@ -31,22 +75,13 @@ def stage_runner(
     On a far host a stage is a job, which goes on when we are interrupted; the cleanup first stops those that still run.
     """
     if deployment.host.kind == "local":
-        yield lambda stage: run_stage(stage, deployment, workdir, reporter, force=force)
+        yield _Here(deployment, workdir, reporter, force)
         return
-    from slipstream.tasks.hosts.far_stage import run_far_stage, stop_far_stages
     from slipstream.tasks.hosts.open_host import open_host
 
     host = open_host(deployment)
-
-    def run(stage: Stage) -> StageResult:
-        if stage not in all_stages():
-            refuse_far_host(deployment, f"a stage {stage.name} that was changed here")
-        if stage.name == "cleanup":
-            stop_far_stages(host, workdir, lambda text: reporter.say(stage.name, text, markup=False))
-        return run_far_stage(host, stage.name, deployment, workdir, reporter, force=force)
-
     try:
-        yield run
+        yield _Far(host, deployment, workdir, reporter, force)
     finally:
         host.close()
 

@@ -70,9 +70,9 @@ def run_far_stage(
     Raises FarStageFailed with the stage's own words, and HostUnreachable; in the latter case the job goes on.
     """
     name = run_name(workdir)
-    python = _python(host)
+    python = environment_python(host)
     base = host.directory
-    config = _send_deployment(host, deployment, base, name)
+    config = send_deployment(host, deployment, base, name)
     command = (python, "-P", "-m", "slipstream.flows.cli", "stage", stage, config, "--json")
     job = Job(
         f"{name}-{stage}",
@@ -154,7 +154,7 @@ def _failed(host: Host, ended: JobStatus, heard: _Heard) -> FarStageFailed:
     return FarStageFailed(words, exit_code=code, do="give the same command again: finished work is kept", fault="")
 
 
-def _python(host: Host) -> str:
+def environment_python(host: Host) -> str:
     """The Python of the environment that was provisioned last. Raises SlipstreamError where there is none."""
     current = host.read_json(CURRENT)
     if current is None:
@@ -167,7 +167,7 @@ def _python(host: Host) -> str:
     return str(current["python"])
 
 
-def _send_deployment(host: Host, deployment: "Deployment", base: str, name: str) -> str:
+def send_deployment(host: Host, deployment: "Deployment", base: str, name: str) -> str:
     """Writes the deployment's copy for the host, where that host is local. Returns its path there."""
     values = deployment.model_dump(mode="json")
     values["host"] = {

@@ -1,11 +1,14 @@
 """Locks of a whole host, such as its GPUs: jobs of one owner share them, those of another are refused.
 
-A lock is a directory with one file for each holder: owner, pid, start time, boot id. It is held as long as a process of
-the holder's group lives, and so needs no release: what a reboot or a SIGKILL leaves is the lock of nobody.
+What a job detaches, such as the launched server, holds them too (`hold_too`). A lock is a directory with one file for
+each holder: owner, pid, start time, boot id. It is held as long as a process of the holder's group lives, and so needs
+no release: what a reboot or a SIGKILL leaves is the lock of nobody.
 """
 
+import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from slipstream.tasks.process import ProcessIdentity, group_members
 # Seen by every user of the host, and gone or void after a reboot.
 LOCK_FOLDER = "/tmp/slipstream-locks"
 GPU_LOCK = "gpus"
+HELD = "HOST_LOCKS_HELD"  # variable of a job's command: what the job holds
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,34 @@ def take_locks(folder: Path, names: Sequence[str], holder: LockHolder) -> None:
         for name in names:
             _make(folder / name)
             write_json(folder / name / f"{holder.pid}-{holder.start_time}.json", asdict(holder))
+
+
+def held_by(folder: Path, names: Sequence[str], holder: LockHolder) -> dict[str, str]:
+    """The variable that tells a job's command what the job holds; none where it holds nothing."""
+    told = {"folder": str(folder), "names": list(names), "owner": holder.owner, "job": holder.job}
+    return {HELD: json.dumps(told)} if names else {}
+
+
+def hold_too(identity: ProcessIdentity, environ: Mapping[str, str] = os.environ) -> bool:
+    """Makes a group that our job detached a holder of the job's locks, for as long as it lives.
+
+    Returns whether we are a job's command at all. The job still holds them itself: there is no moment in between.
+    """
+    told = environ.get(HELD)
+    if told is None:
+        return False
+    held = json.loads(told)
+    take_locks(Path(held["folder"]), held["names"], holder_of(held["owner"], held["job"], identity))
+    return True
+
+
+def holder_of(owner: str, job: str, identity: ProcessIdentity) -> LockHolder:
+    """A holder since now."""
+    return LockHolder(owner, job, identity.pid, identity.start_time, identity.boot_id, _now())
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S%z")
 
 
 def holders(folder: Path, name: str) -> list[LockHolder]:

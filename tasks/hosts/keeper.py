@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
-from slipstream.tasks.hosts.host_lock import LockHolder, take_locks
+from slipstream.tasks.hosts.host_lock import LockHolder, held_by, holder_of, take_locks
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.process import NEUTRAL_DIRECTORY, ProcessIdentity
 
@@ -30,9 +30,14 @@ def keep(folder: Path, guard_fd: int) -> None:
         signal.signal(number, lambda *_: None)  # a handler, not SIG_IGN: that the command would inherit
     spec = read_json(folder / SPEC, expected="the job that was written just before", do="start it again")
     try:
-        take_locks(Path(spec["lock_folder"]), spec["locks"], _holder(spec))
+        folder_of_locks, holder = Path(spec["lock_folder"]), _holder(spec)
+        take_locks(folder_of_locks, spec["locks"], holder)
         child = subprocess.Popen(
-            spec["command"], cwd=spec["directory"] or NEUTRAL_DIRECTORY, stdin=subprocess.DEVNULL, close_fds=True
+            spec["command"],
+            cwd=spec["directory"] or NEUTRAL_DIRECTORY,
+            env={**os.environ, **held_by(folder_of_locks, spec["locks"], holder)},
+            stdin=subprocess.DEVNULL,
+            close_fds=True,
         )
     except SlipstreamError as error:
         end(folder, None, refused=_words(error))
@@ -56,9 +61,7 @@ def end(folder: Path, code: int | None, **why: Any) -> None:
 def _holder(spec: dict[str, Any]) -> LockHolder:
     me = ProcessIdentity.of(os.getpid())
     assert me is not None
-    return LockHolder(
-        spec["owner"], spec["name"], me.pid, me.start_time, me.boot_id, time.strftime("%Y-%m-%d %H:%M:%S%z")
-    )
+    return holder_of(spec["owner"], spec["name"], me)
 
 
 def _words(error: SlipstreamError) -> dict[str, str]:

@@ -29,27 +29,8 @@ from slipstream.tasks.stage import Stage, StageContext
 
 PASSED = {"name": "speed", "status": "pass", "found": "1.2x", "expected": "1x", "why": "", "fault": "F18"}
 FAILED = {**PASSED, "status": "fail", "found": "0.8x", "why": "The term that loses is draft: 27 ms"}
+PIXEL = "data:image/png;base64,iVBORw0KGgo="  # as the report's template writes its plots
 Body = Callable[[StageContext], dict[str, Any]]
-
-
-@pytest.fixture(scope="module")
-def prefect_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    before = dict(os.environ)
-    with prefect_server(tmp_path_factory.mktemp("prefect")) as url:
-        yield url
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="module")
-def flow(prefect_url: str) -> Iterator[ModuleType]:
-    """slipstream.flows.lifecycle, talking to our server even if another test has imported prefect before."""
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-
-    from slipstream.flows import lifecycle
-
-    with temporary_settings(updates={PREFECT_API_URL: prefect_url}):
-        yield lifecycle
 
 
 class World:
@@ -73,7 +54,7 @@ class World:
 
     def report(self, gates: list[dict[str, str]]) -> Body:
         def body(context: StageContext) -> dict[str, Any]:
-            (context.out / "report.html").write_text("<html></html>")
+            (context.out / "report.html").write_text(f'<html><img alt="speed" src="{PIXEL}"></html>')
             row = {"figure": "speed", "no speculation": "1", "speculation": "1.2x"}
             return {"verdict": "fast", "table": [row], "markdown": "**fast**", "gates": gates, "num_steps": 3}
 
@@ -119,7 +100,7 @@ def test_all_stages_run_in_order_as_tasks_of_their_name_then_are_skipped(flow: M
     uncached = [stage.name for stage in registry.STAGES if not stage.cached]
     assert world.ran == ["cleanup", *uncached, "cleanup"]
     assert [name for name, entry in result.items() if entry["status"] == "done"] == uncached
-    expected = {name: "Completed" if name in uncached else "Skipped" for name in stages}
+    expected = {name: "Completed" if name in uncached else "Cached" for name in stages}
     deadline = time.monotonic() + 30  # states of tasks reach the server as events, a moment later
     while last_run()[1] != expected and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -135,7 +116,9 @@ def test_artifacts_hold_the_table_the_report_and_the_page(flow: ModuleType, worl
     run, _ = last_run()
     with get_client(sync_client=True) as client:
         found = {a.key: a for a in client.read_artifacts() if a.flow_run_id == run.id}
-    assert set(found) == {"slipstream-table", "slipstream-report", "slipstream-page"}
+    assert set(found) == {f"slipstream-{name}" for name in ("plan", "table", "report", "page", "plot-1")}
+    assert "has not run" in str(found["slipstream-plan"].data)
+    assert str(found["slipstream-plot-1"].data).startswith("data:image/png;base64,iVBOR")
     assert "1.2x" in str(found["slipstream-table"].data)
     assert "**fast**" in str(found["slipstream-report"].data)
     assert (world.workdir / "report" / "report.html").as_uri() in str(found["slipstream-page"].data)
@@ -278,9 +261,9 @@ def test_prefect_server_that_does_not_start_is_an_error_with_its_last_lines(
 
 STAND_INS = """
 import sys
+from importlib import import_module
 from slipstream.tasks import registry
 from slipstream.tasks.stage import Stage
-from slipstream.flows import cli
 
 def report(context):
     (context.out / "report.html").write_text("<html></html>")
@@ -298,8 +281,9 @@ def body(name):
 
 table = tuple(Stage(s.name, 1, s.needs, s.config_sections, body(s.name), cached=s.cached) for s in registry.STAGES)
 registry.STAGES, registry._BY_NAME = table, {{stage.name: stage for stage in table}}
-del sys.argv[1:4]  # -P -m slipstream.flows.cli
-cli.main()
+module = sys.argv[3]
+del sys.argv[1:4]  # -P -m MODULE
+import_module(module).main()
 """
 
 

@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs.schema import Deployment
 from slipstream.engine.acceptance import AcceptanceCounts, JointAcceptance
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.serving.main import engine_options, parse_arguments
-from slipstream.tasks import cleanup, launch, server
+from slipstream.tasks import launch, server
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.ports import port_is_free
@@ -43,45 +42,13 @@ class Listener(NullReporter):
 
 
 @pytest.fixture
-def deployment(tiny_models, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    lines = [{"id": f"p{i}", "category": "words", "turns": [f"word {i}"]} for i in range(3)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return Deployment(
-        target={"source": str(tiny_models.target)},
-        data={"max_prompt_tokens": 64, "max_new_tokens": 32},
-        capture={"slots": (1, 2, 4)},
-        draft={"draft_vocab_size": 86},
-        training={"num_steps": K},
-        speculation={"num_steps": K},
-        server={"max_context_tokens": 128, "max_running_requests": 2, "startup_timeout_seconds": 120.0},
-        host={"threads": 1, "workdir": str(tmp_path / "work")},
-        benchmark={"prompts": str(prompts), "num_prompts": 3, "max_new_tokens": 40},
-    )
+def deployment(launchable):
+    return launchable
 
 
 @pytest.fixture
-def workdir(deployment, tiny_models):
-    """A workdir in which resolve, convert and tune have run."""
-
-    def convert(context):
-        shutil.copytree(tiny_models.draft, context.out / "draft")
-        return {}
-
-    def tune(context):
-        write_json(context.out / "choice.json", {"num_steps": K, "candidate": K})
-        return {}
-
-    folder = deployment.host.workdir
-    stages = (
-        Stage("resolve", 1, (), ("target",), lambda context: {"model_dir": str(tiny_models.target)}),
-        Stage("convert", 1, ("resolve",), (), convert),
-        Stage("tune", 1, ("convert",), (), tune),
-    )
-    for stage in stages:
-        run_stage(stage, deployment, folder)
-    yield folder
-    cleanup.clean(folder, deployment)
+def workdir(launch_workdir):
+    return launch_workdir
 
 
 @pytest.fixture

@@ -1,0 +1,82 @@
+"""Stage restore: the way back from a launch that did not end well.
+
+Afterwards the last good server runs again if the last cleanup stopped it, and nothing else that this pipeline started.
+It reads records on disk alone, so that whoever survives can run it: the flow, a hook in the worker, or a person.
+"""
+
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.handover import Difference, refuse
+from slipstream.tasks.cleanup import clean, stop_recorded
+from slipstream.tasks.facts import DRAFT
+from slipstream.tasks.last_good import FOLDER, LastGood, command_again, keep_last_good, read_last_good, what_makes_it
+from slipstream.tasks.manifest import MANIFEST, DamagedManifest, read_manifest
+from slipstream.tasks.process import STATE_SUFFIX, read_record
+from slipstream.tasks.registry import RESTORE
+from slipstream.tasks.server import start_command
+from slipstream.tasks.stage import StageContext
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """The stage: see the head of this file.
+
+    Figures: `server`: kept (it still runs), restored, or none; pid and base_url of a restored one.
+    Raises SlipstreamError when the last good server does not come up again as it was; then nothing is left running.
+    """
+    workdir, config = context.workdir, context.config
+    last = read_last_good(workdir)
+    if last is not None and last.runs:
+        for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
+            record = read_record(state_file)
+            if record is not None and record.identity != last.identity:
+                stopped = stop_recorded(state_file, drain_seconds=config.server.shutdown_timeout_seconds)
+                context.say(str(stopped))
+        context.say(f"the last good server (pid {last.identity.pid}) still runs, and is left alone")
+        return {"server": "kept", "pid": last.identity.pid}
+    clean(workdir, config, say=context.say)
+    if last is None or not _stopped_by_cleanup(context, last):
+        context.say("no good server was running when the last cleanup came: none is brought back")
+        return {"server": "none"}
+
+    def check(settings: dict[str, Any]) -> None:
+        before, now = what_makes_it(last.settings), what_makes_it(settings)
+        refuse(
+            [Difference(key, now[key], before[key], "") for key in before if now[key] != before[key]],
+            found_in="the server that was started again",
+            expected_in="the last good one",
+            do="its target or draft was replaced meanwhile: run `slipstream stage launch CONFIG` for what is there now",
+        )
+
+    def follow(done: float, total: float, phase: str) -> None:
+        context.progress(done, total, phase=phase)
+
+    try:
+        server = start_command(config, workdir, command_again(last, workdir), last.port, check, progress=follow)
+    except SlipstreamError as error:
+        raise SlipstreamError(
+            f"the last good server could not be brought back: {error.found}",
+            expected="the server that was stopped to make room",
+            do=f"{error.do}; nothing serves now: run `slipstream stage launch CONFIG`",
+            runbook="roll-back.md",
+            fault=error.fault,
+        ) from error
+    draft = workdir / FOLDER / DRAFT
+    keep_last_good(workdir, draft if draft.is_dir() else None, server.settings)  # of the process that now runs
+    context.say(f"brought the last good server back at {server.url} after {server.seconds:.1f} s")
+    return {"server": "restored", "pid": server.identity.pid, "base_url": server.url}
+
+
+def _stopped_by_cleanup(context: StageContext, last: LastGood) -> bool:
+    """Whether the last run of stage cleanup found the last good server alive, and stopped it."""
+    folder = context.workdir / "cleanup"
+    if not (folder / MANIFEST).is_file():
+        return False
+    try:
+        stopped = (read_manifest(folder).get("figures") or {}).get("stopped", [])
+    except DamagedManifest:
+        return False
+    return any(one["pid"] == last.identity.pid and (one["ended"] or one["killed"]) for one in stopped)
+
+
+STAGE = RESTORE
