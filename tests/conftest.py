@@ -40,6 +40,13 @@ def load_test_module() -> Callable[[Path], ModuleType]:
 
 
 @pytest.fixture(scope="session")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory for what a run makes once: its test processes share it."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
     """Eight processes that form groups of 1, 2, 4 and 8 ranks (tests/engine/rank_pool.py)."""
     pool = _load(_TESTS / "engine" / "rank_pool.py").RankPool(8)

@@ -32,14 +32,14 @@ def near(found, expected):
 
 
 @pytest.fixture
-def emulator(load_test_module, tmp_path, monkeypatch):
+def emulator(load_test_module, run_dir, monkeypatch):
     """INT4 weights go to the emulated GPU."""
     from slipstream.kernels.cuda import int4_launch
 
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     module = load_test_module(EMULATOR)
-    made = module.Int4Emulator(module.compile_int4(tmp_path, TINY.int4_group))
+    made = module.Int4Emulator(module.compile_int4(run_dir, TINY.int4_group))
     made.install(monkeypatch)
     run = made.run
 

@@ -58,11 +58,11 @@ def draft(tiny, target):
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module, tmp_path_factory):
+def libraries(load_test_module, run_dir):
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     module = load_test_module(EMULATOR)
-    return module, module.compile_all(tmp_path_factory.mktemp("emulator"))
+    return module, module.compile_all(run_dir)
 
 
 @pytest.fixture

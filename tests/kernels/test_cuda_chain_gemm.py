@@ -75,12 +75,11 @@ class Layer:
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Callable[[Path], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    directory = tmp_path_factory.mktemp("emulator")
-    return module, module.compile_all(directory), module.compile_chain(directory)
+    return module, module.compile_all(run_dir), module.compile_chain(run_dir)
 
 
 @pytest.fixture

@@ -32,12 +32,11 @@ KERNEL = {name: getattr(skinny_gemm, name) for name in TWIN}
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Callable[[Path], ModuleType], tmp_path_factory: pytest.TempPathFactory) -> Any:
+def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
     module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    directory = tmp_path_factory.mktemp("int4_emulator")
-    return module, {group: module.compile_int4(directory, group) for group in (32, 128)}
+    return module, {group: module.compile_int4(run_dir, group) for group in (32, 128)}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """The CUDA C++ kernels on the CPU: the very source, compiled by the host's C++ compiler against an emulated GPU."""
 
 import ctypes
+import fcntl
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -46,10 +47,17 @@ def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
 
 
 def _compile(directory: Path, source: str, params: str, *defines: str) -> ctypes.CDLL:
+    """Once a `directory`: who comes later, in this process or another, waits for it and takes it."""
     target = directory / f"{source}{''.join(defines)}.so"
     macros = (f'-DSOURCE="{source}.cu"', f"-DPARAMS={params}", *defines)
     includes = (f"-I{_HERE}", f"-I{_SOURCES}")
-    subprocess.run(["g++", *_FLAGS, *includes, *macros, "-o", str(target), str(_HERE / "emulator.cpp")], check=True)
+    partial = target.with_suffix(".partial")
+    command = ["g++", *_FLAGS, *includes, *macros, "-o", str(partial), str(_HERE / "emulator.cpp")]
+    with target.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            subprocess.run(command, check=True)
+            partial.rename(target)
     return ctypes.CDLL(str(target))
 
 
