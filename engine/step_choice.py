@@ -57,6 +57,10 @@ class PayingSteps:
     Args:
         round_ms: for every size of a round and every K in question, 0 among them.
 
+    The time of K = 0 holds the draft's first pass over what was committed: a later round may speculate, and would find
+    holes in the draft's keys where the features of skipped rounds were overwritten. So K = 0 is chosen for what it
+    really costs here, which is more than a server without a draft pays.
+
     Acceptance is kept as the share of k-th drafts that stood among those whose predecessors did; it does not depend on
     the K in force. So what a smaller K would give is known from the rounds of a larger one, and a few of the largest
     (`PROBE_EVERY`) keep the rest up to date. Until there are enough outcomes the largest K runs, and where a request

@@ -1,6 +1,7 @@
 """K may change from round to round: answers stay, the draft's keys stay right, and what pays is chosen."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.proposer import OracleProposer
+from slipstream.engine.round_graph import TIMED_REPLAYS, GraphSteps
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.trace_file import pack_trace, unpack_trace
@@ -195,6 +197,26 @@ def test_every_k_is_captured_and_timed_before_the_first_request(target, prompts,
     assert one.steps.captures == len(one.config.row_buckets) + 2 * 3
     assert one.generate(prompts, PARAMS) == plain
     assert one.captures_after_ready == 0
+
+
+def test_the_time_of_a_round_without_drafts_holds_the_drafts_first_pass(target, tiny, monkeypatch):
+    """What keeps its keys whole is paid for, and so must count against K = 0."""
+    proposer = Eagle3Proposer(tiny.tiny_draft(target), 2)
+    one = engine(target, 2, proposer, graphs=True, choose_steps=True)
+    timed, time_rounds, propose = [], GraphSteps._time_rounds, proposer.propose
+
+    def run(batch):
+        timed.append(len(batch.chain_positions))
+        return propose(batch)
+
+    def timing(steps):
+        timed.clear()
+        time_rounds(steps)
+
+    monkeypatch.setattr(proposer, "propose", run)
+    monkeypatch.setattr(GraphSteps, "_time_rounds", timing)
+    one.start()
+    assert Counter(timed) == dict.fromkeys((0, 1, 2), 2 * (1 + TIMED_REPLAYS))  # for 1 and for 2 requests
 
 
 def test_without_drafts_there_is_nothing_to_choose():
