@@ -1,4 +1,8 @@
-"""Temperature, top-k and top-p: which tokens may be chosen."""
+"""Temperature, top-k and top-p: which tokens may be chosen.
+
+A token's mass is exp(score - largest score) as an integer, in units of 2^-40: integer sums are exact in any order, so
+that one rank, several (`filters_of_ranks`) and the tiles of a card (`gpu/logit_filters`) find the same sums and cut.
+"""
 
 import torch
 
@@ -6,8 +10,7 @@ from slipstream.kernels.sampling_batch import SamplingBatch
 
 # Top-p looks at this many largest logits before it sorts a whole row (a sort costs ten times as much).
 _TOP_P_CANDIDATES = 1024
-# A cut-off closer than this to the wanted mass is left to the full sort, whose rounding is transformers' own.
-_TOP_P_MARGIN = 1e-5
+_MASS_UNITS = 2.0**40
 
 
 def filter_logits(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
@@ -20,11 +23,9 @@ def filter_logits(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor
     Returns:
         [B, R, V] fp32, logits / T where a token is kept, else -inf. Top-k keeps every tie with the k-th logit, as
         transformers does. Among tokens that tie at top-p's cut-off transformers keeps some, as its sort happens to
-        leave them; here those of the lowest ids, as many as there.
+        leave them; here those of the lowest ids, as many as there. NaN stays, whatever is filtered.
     """
-    greedy = sampling.temperature == 0
-    temperature = torch.where(greedy, torch.ones_like(sampling.temperature), sampling.temperature)
-    scores = logits.float() / temperature[:, None, None]  # [B] -> [B, 1, 1]
+    greedy, scores = sampling.temperature == 0, tempered(logits, sampling)
     if sampling.max_top_k > 0:
         scores = _filter_top_k(scores, torch.where(greedy, 0, sampling.top_k), sampling.max_top_k)
     if sampling.has_top_p:
@@ -46,35 +47,44 @@ def _filter_top_k(scores: torch.Tensor, top_k: torch.Tensor, max_top_k: int) -> 
 def _filter_top_p(scores: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """scores [M, V], top_p [M] fp64 (1 = off) -> the same with everything outside the nucleus at -inf."""
     count, cut = _nucleus(scores, top_p)
-    ties = scores == cut[:, None]
-    above = scores > cut[:, None]
-    kept_ties = (count - above.sum(-1))[:, None]
-    keep = above | (ties & (ties.cumsum(-1, dtype=torch.int32) <= kept_ties)) | (top_p >= 1)[:, None]
-    return scores.masked_fill(~keep, -torch.inf)
+    ties, below = scores == cut[:, None], scores < cut[:, None]
+    kept_ties = (count - (scores > cut[:, None]).sum(-1))[:, None]
+    dropped = below | (ties & (ties.cumsum(-1, dtype=torch.int32) > kept_ties))
+    return scores.masked_fill(dropped & (top_p < 1)[:, None], -torch.inf)
 
 
 def _nucleus(scores: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many tokens top-p keeps and the smallest kept logit: scores [M, V], top_p [M] -> [M] int64, [M] fp32."""
-    if scores.shape[-1] <= _TOP_P_CANDIDATES:
-        return _nucleus_by_sort(scores, top_p)
-    largest = scores.topk(_TOP_P_CANDIDATES, dim=-1).values  # [M, C], descending
-    top = largest[:, :1].double()
-    mass = (largest - top).exp() / (scores - top).exp().sum(-1, keepdim=True)  # [M, C] fp64
-    through = mass.cumsum(-1)
-    before = through - mass  # mass of the tokens ahead of each; a token is kept while this is below top_p
-    count = (before < top_p[:, None]).sum(-1).clamp(min=1)
-    clear = ((through - top_p[:, None]).abs() > _TOP_P_MARGIN).all(-1) & (through[:, -1] > top_p)
-    cut = largest.gather(-1, count[:, None] - 1)[:, 0]  # [M, 1] -> [M]
-    unclear = torch.where(~clear & (top_p < 1))[0]
-    if unclear.numel():
-        count[unclear], cut[unclear] = _nucleus_by_sort(scores[unclear], top_p[unclear])
+    """How many tokens top-p keeps and the smallest kept logit: scores [M, V], top_p [M] -> [M] int64, [M] fp32.
+
+    A token is kept while those ahead of it weigh less than top_p of all.
+    """
+    top = scores.amax(-1, keepdim=True)
+    wanted = wanted_mass(masses(scores, top).sum(-1), top_p)[:, None]
+    count = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+    cut = torch.empty_like(scores[:, 0])
+    for candidates in sorted({min(_TOP_P_CANDIDATES, scores.shape[-1]), scores.shape[-1]}):
+        left = (count == 0).nonzero()[:, 0]  # not yet found among fewer
+        largest = scores[left].topk(candidates, dim=-1).values  # [L, C], descending
+        mass = masses(largest, top[left])
+        through = mass.cumsum(-1)
+        found = (through - mass < wanted[left]).sum(-1).clamp(min=1)
+        clear = (through[:, -1] >= wanted[left, 0]) | (candidates == scores.shape[-1])
+        count[left] = torch.where(clear, found, 0)
+        cut[left] = largest.gather(-1, found[:, None] - 1)[:, 0]  # [L, 1] -> [L]
     return count, cut
 
 
-def _nucleus_by_sort(scores: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_nucleus`, in transformers' own order of operations, so that rounding falls alike."""
-    ordered = scores.sort(dim=-1).values  # ascending
-    removed = ordered.softmax(dim=-1).cumsum(dim=-1) <= (1 - top_p).float()[:, None]
-    count = (scores.shape[-1] - removed.sum(-1)).clamp(min=1)
-    cut = ordered.gather(-1, scores.shape[-1] - count[:, None])[:, 0]  # [M, 1] -> [M]
-    return count, cut
+def tempered(logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+    """[B, R, V], any float dtype -> logits / T in fp32; those of greedy rows as they are."""
+    temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)
+    return logits.float() / temperature[:, None, None]  # [B] -> [B, 1, 1]
+
+
+def masses(scores: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
+    """What each token weighs beside the largest score: [..., V] and [..., 1] fp32 -> [..., V] int64, at most 2^40."""
+    return ((scores - largest).double().exp().float() * _MASS_UNITS).long()
+
+
+def wanted_mass(total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """The mass at which top-p has enough: total [M] int64, top_p [M] fp64 -> [M] int64, from 1 to `total`."""
+    return (top_p * total).ceil().long().clamp(min=1).minimum(total)

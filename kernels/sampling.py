@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.filters_of_ranks import filter_logits_of_ranks
 from slipstream.kernels.gumbel_noise import gumbel_noise
 from slipstream.kernels.logit_filters import filter_logits
 from slipstream.kernels.sampling_batch import RowParams, SamplingBatch
@@ -40,8 +41,9 @@ def sample(
         sampling: parameters of the B requests.
         positions: [B, R] int64; positions + offset: absolute position of the token that each row chooses.
         offset: 1 where `positions` are those of the rows themselves, whose next token is chosen.
-        part: this rank's columns: each rank finds the best of its own, and a (score, id) of each is exchanged. Logits
-            themselves are, only where a request has top-k or top-p, which count over the whole vocabulary.
+        part: this rank's columns: each rank finds the best of its own, and a (score, id) of each is exchanged. Where a
+            request has top-k or top-p, which count over the whole vocabulary, ranks on the CPU search the cut by sums
+            (`filters_of_ranks`), and cards exchange the logits of its rows.
 
     Returns:
         [B, R] int64 token ids, the same on all ranks.
@@ -51,16 +53,14 @@ def sample(
 
         return gpu.sample(logits, sampling, positions, offset, part)
     sampling, positions = sampling.resolved(), positions + offset
-    if part is not None and (sampling.max_top_k or sampling.has_top_p):
-        logits, part = part.gather(logits), None
     start = 0 if part is None else part.start
     ids = torch.arange(start, start + logits.shape[-1], device=logits.device)
     if len(sampling.sampled_rows) == sampling.size > 0:
-        return _joined(_largest(_noisy(logits, sampling, positions, ids)), part)
+        return _joined(_largest(_noisy(logits, sampling, positions, ids, part)), part)
     best = _largest(logits)
     if not sampling.is_greedy:
         rows = list(sampling.sampled_rows)
-        noisy = _largest(_noisy(logits[rows], sampling.select(rows), positions[rows], ids))
+        noisy = _largest(_noisy(logits[rows], sampling.select(rows), positions[rows], ids, part))
         best[0][rows], best[1][rows] = noisy
     return _joined(best, part)
 
@@ -128,12 +128,21 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, top_n: int) ->
     return TokenLogprobs(chosen, top.indices, top.values)
 
 
-def _noisy(logits: torch.Tensor, sampling: SamplingBatch, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def _noisy(
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    positions: torch.Tensor,
+    ids: torch.Tensor,
+    part: VocabularyPart | None,
+) -> torch.Tensor:
     """Filtered logits / T with the noise of `ids` [V] added: [B, R, V]."""
-    if not len(ids):  # more ranks than columns
-        return logits
-    noise = gumbel_noise(sampling.seed, sampling.choice, positions, ids)
-    return noise.add_(filter_logits(logits, sampling))
+    if part is not None and (sampling.max_top_k or sampling.has_top_p):
+        filtered = filter_logits_of_ranks(logits, sampling, part)
+    else:
+        filtered = filter_logits(logits, sampling) if len(ids) else logits  # more ranks than columns
+    if not len(ids):
+        return filtered
+    return gumbel_noise(sampling.seed, sampling.choice, positions, ids).add_(filtered)
 
 
 def _largest(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,7 +62,11 @@ def pack_best(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
     NaN is larger than any number, as where one rank has all columns, whatever its sign: a CPU makes negative ones.
     """
+    return (ordered_bits(scores).long() << 32) | (0xFFFFFFFF - ids)
+
+
+def ordered_bits(scores: torch.Tensor) -> torch.Tensor:
+    """fp32 -> int32 in the order of the scores; NaN is the largest."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 counts as 0.0
     bits = bits.masked_fill(scores.isnan(), _NAN_BITS)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.long() << 32) | (0xFFFFFFFF - ids)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

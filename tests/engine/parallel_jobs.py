@@ -26,11 +26,15 @@ from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.trace_file import pack_trace
 from slipstream.engine.step_choice import PayingSteps
 from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.kernels import filters_of_ranks
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.all_reduce import all_reduce
 from slipstream.kernels.nccl_exchange import NcclExchange
 from slipstream.kernels.round_ring import RoundRecord
+from slipstream.kernels.sampling import sample
+from slipstream.kernels.sampling_batch import SamplingBatch
 from slipstream.kernels.stream import Stream
+from slipstream.kernels.vocabulary_part import VocabularyPart
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,30 @@ def reduce(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> torch.Ten
 def gather(parallel: TensorParallel, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """All-gather of each rank's own part."""
     return all_gather(parts[parallel.rank], [one.shape[-1] for one in parts], parallel.group)
+
+
+def sample_parts(
+    parallel: TensorParallel,
+    widths: Sequence[int],
+    logits: torch.Tensor,
+    sampling: SamplingBatch,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Of each rank's own columns: tokens, filtered logits, and the most numbers a row that an exchange has moved."""
+    part, moved = VocabularyPart(parallel.rank, widths, parallel.group), 0
+
+    def noted(x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+        nonlocal moved
+        moved = max(moved, x.shape[-1])
+        return all_gather(x, *rest)
+
+    own = logits[..., part.ids].contiguous()
+    filters_of_ranks.all_gather = noted
+    try:
+        filtered = filters_of_ranks.filter_logits_of_ranks(own, sampling, part)
+        return sample(own, sampling, positions, 1, part), filtered, moved
+    finally:
+        filters_of_ranks.all_gather = all_gather
 
 
 def by_nccl_exchange(parallel: TensorParallel, parts: Sequence[torch.Tensor], widths: Sequence[int]) -> list[Any]:

@@ -91,10 +91,12 @@ def test_what_is_no_number_wins_on_all_ranks_as_on_one(nan, widths):
 
 
 def test_filters_count_over_the_whole_vocabulary():
+    """Of filtered rows the largest, and of top-k's and top-p's cut eight bits four times; then the best of all rows."""
     logits, batch, positions = case(PLAIN + FILTERED)
     found, groups = on_all_ranks(WIDTHS, lambda part: sample(logits[..., part.ids], batch, positions, part=part))
     assert all(torch.equal(one, sample(logits, batch, positions)) for one in found)
-    assert groups[0].sent == [positions.numel() * WIDTHS[0]]
+    rows = 2 * len(FILTERED)
+    assert groups[0].sent == [rows, *[rows * 2 * 256] * 8, positions.numel()]
 
 
 def test_drafts_are_those_of_one_device():
