@@ -33,6 +33,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_load(_TESTS / "faults" / "table.py"))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `soak` run only where `-m` names that mark; skipped before their fixtures, which may be long."""
+    if "soak" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="long: runs with -m soak"))
+
+
 @pytest.fixture(scope="session")
 def load_test_module() -> Callable[[Path], ModuleType]:
     """Loads a helper module beside the tests by its path."""
