@@ -20,6 +20,7 @@ from slipstream.configs.schema import ENV_DELIMITER, ENV_PREFIX, Deployment
 from slipstream.configs.yaml_source import parse_value, read_entries
 from slipstream.engine.errors import SlipstreamError
 
+MAX_TOLD = 20  # problems of one deployment: of more, it is most likely no deployment
 Kind = Literal["default", "file", "command", "environment", "--set"]
 
 
@@ -113,6 +114,8 @@ def _merge(
     for layer in layers:
         for key, (value, origin) in layer.items():
             values[key], provenance[key] = value, origin
+            if isinstance(value, str) and "\0" in value:  # no path and no name of a program can hold it
+                problems.append(Problem(origin, f"{key} = {value!r}", "a text without a NUL character"))
     sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, field = key.split(".")
@@ -162,7 +165,11 @@ def _from_file(path: Path, fields: Mapping[str, FieldInfo], problems: list[Probl
             do="check the path; configs/smollm2.yaml is the demo",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DeploymentError(f"{path} cannot be read: {error}", expected="a YAML file in UTF-8") from None
+        raise DeploymentError(
+            f"{path} cannot be read: {error}",
+            expected="a YAML file in UTF-8",
+            do="name a file that you may read; in another encoding, save it as UTF-8",
+        ) from None
     try:
         entries, form = read_entries(text)
     except yaml.YAMLError as error:
@@ -208,8 +215,9 @@ def _from_overrides(overrides: Sequence[str], fields: Mapping[str, FieldInfo], p
     for override in overrides:
         key, equals, text = override.partition("=")
         key, origin = key.strip(), Origin("--set", override)
-        if not equals:
-            problems.append(Problem(origin, f"--set {override} has no value", "--set section.field=value"))
+        if not equals or not key:
+            what = "value" if key else "key"
+            problems.append(Problem(origin, f"--set {override} has no {what}", "--set section.field=value"))
         elif key in Deployment.model_fields:
             within = ", ".join(known.partition(".")[2] for known in fields if known.startswith(f"{key}."))
             problems.append(
@@ -258,6 +266,10 @@ def _type_problems(error: ValidationError, provenance: Mapping[str, Origin]) -> 
     for detail in error.errors(include_url=False):
         key = ".".join(str(part) for part in detail["loc"][:2])
         words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        if detail["type"] == "too_short":
+            if detail["input"] != [] and detail["input"] != ():
+                continue  # the entries that are told are all there were
+            words = f"at least {detail['ctx']['min_length']} entry"
         grouped.setdefault(key, (detail["input"], []))[1].append(words)
     problems = []
     for key, (found, expected) in grouped.items():
@@ -272,8 +284,10 @@ def _error(problems: Sequence[Problem]) -> DeploymentError:
         only = problems[0]
         return DeploymentError(f"{only.origin}: {only.found}", expected=only.expected, do=do)
     lines = [f"{len(problems)} values cannot be used:"]
-    for problem in problems:
+    for problem in problems[:MAX_TOLD]:
         lines.append(f"  {problem.origin}: {problem.found}")
         if problem.expected:
             lines.append(f"    expected: {problem.expected}")
+    if len(problems) > MAX_TOLD:
+        lines.append(f"  and {len(problems) - MAX_TOLD} more")
     return DeploymentError("\n".join(lines), do=do)

@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+_TOO_DEEP = "lists or mappings within each other, too deep to read"
+
 
 class CoreLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of the YAML 1.2 core schema."""
@@ -34,7 +36,11 @@ def _whole_number(loader: CoreLoader, node: yaml.ScalarNode) -> int:
     for prefix, base in (("0o", 8), ("0x", 16)):
         if text.startswith(prefix):
             return int(text[2:], base)
-    return int(text, 10)
+    try:
+        return int(text, 10)
+    except ValueError:  # Python reads no more than 4,300 digits
+        words = f"a whole number of {len(text):,} digits"
+        raise yaml.constructor.ConstructorError(None, None, words, node.start_mark) from None
 
 
 CoreLoader.add_constructor("tag:yaml.org,2002:int", _whole_number)
@@ -49,7 +55,10 @@ class Entry:
 
 def parse_value(text: str) -> Any:
     """The value that `text` would have in a deployment file. Raises yaml.YAMLError."""
-    return yaml.load(text, Loader=CoreLoader)  # a subclass of SafeLoader
+    try:
+        return yaml.load(text, Loader=CoreLoader)  # a subclass of SafeLoader
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
 
 
 def read_entries(text: str) -> tuple[dict[tuple[str, ...], Entry], list[tuple[int, str]]]:
@@ -77,6 +86,8 @@ def read_entries(text: str) -> tuple[dict[tuple[str, ...], Entry], list[tuple[in
                 built = loader.construct_object(scalar, deep=True)
                 entries[(key.value, field.value)] = Entry(built, field.start_mark.line + 1)
         return entries, problems
+    except RecursionError:
+        raise yaml.YAMLError(_TOO_DEEP) from None
     finally:
         loader.dispose()
 

@@ -50,6 +50,12 @@ class ChatTokenizer:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
+        if not self.directory.is_dir():  # transformers would take it for a name on the hub
+            raise SlipstreamError(
+                f"{directory} is {'no directory' if self.directory.exists() else 'not there'}",
+                expected="the target's Hugging Face model directory",
+                do="correct --target, or run the stage `resolve` again",
+            )
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except Exception as error:  # transformers raises a dozen types here; each means the same to the user

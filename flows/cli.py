@@ -7,9 +7,11 @@ Only what a command needs is imported, inside the command: `--help` answers at o
 neither Prefect nor fabric is installed.
 """
 
+import errno
 import json
 import os
 import sys
+import traceback
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated
@@ -321,18 +323,45 @@ def _prepare_output() -> None:
             stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
 
 
+def _drop_output() -> None:
+    """What standard output does not take now, it would not take at exit either."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_the_machine(error: OSError) -> SlipstreamError:
+    """What the machine refused and nobody expected, and where in our code it was asked."""
+    frames = [(frame.f_globals.get("__name__", ""), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    ours = [f"{name}, line {line}" for name, line in frames if name.startswith("slipstream.") and name != __name__]
+    asked = f" (asked by {ours[-1]})" if ours else ""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return SlipstreamError(
+        f"{error}{asked}",
+        expected="files, folders and an output that can be read and written",
+        do="make room" if full else "correct the path, its owner or its rights, or name another",
+        runbook="disk-full.md" if full else "",
+    )
+
+
 def main() -> None:
     """The console script."""
     _prepare_output()
     try:
         app()
+        sys.stdout.flush()  # here a full disk is still told
     except SlipstreamError as error:
         show_error(error)
         sys.exit(getattr(error, "exit_code", 1))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output has gone, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
+        sys.exit(1)
+    except OSError as error:
+        show_error(_of_the_machine(error))
+        _drop_output()
         sys.exit(1)
 
 

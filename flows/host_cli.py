@@ -14,7 +14,7 @@ host_app = typer.Typer(
 
 @host_app.callback()
 def host() -> None:
-    """The host of a deployment: trust its key."""
+    """The host of a deployment: trust its key, install Slipstream there."""
 
 
 @host_app.command("trust")

@@ -155,7 +155,8 @@ def plan_of(
 def _unreadable(error: SlipstreamError | OSError) -> Finding:
     if isinstance(error, SlipstreamError):
         return Finding("stages", error.found, error.expected, (error.do,) if error.do else (), error.fault)
-    return Finding("stages", f"{error.filename}: {error.strerror}", "readable inputs of the stages", ())
+    do = "correct what stands there, or give host.workdir (--workdir) another folder"
+    return Finding("stages", f"{error.filename}: {error.strerror}", "readable inputs of the stages", (do,))
 
 
 def values(plan: Plan) -> list[Value]:

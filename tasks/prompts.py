@@ -55,7 +55,7 @@ def _parse(line: str, where: str) -> Prompt:
     problem = ""
     try:
         value: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         value, problem = {}, f"not JSON: {error}"
     if not problem and not isinstance(value, dict):
         problem = "not an object"

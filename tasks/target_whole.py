@@ -41,7 +41,7 @@ def _check_length(path: Path) -> None:
                 raise ValueError("its header is cut short")
             header = json.loads(file.read(length))
         ends = [int(entry["data_offsets"][1]) for name, entry in header.items() if name != "__metadata__"]
-    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"cannot be read: {error}") from error
     due = _LENGTH_BYTES + length + max(ends, default=0)
     if size != due:

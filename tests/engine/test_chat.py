@@ -90,6 +90,12 @@ def test_a_template_that_raises_is_an_error_that_says_why(chats: ModuleType, tmp
 def test_a_directory_without_tokenizer_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SlipstreamError, match="no usable tokenizer"):
         ChatTokenizer(tmp_path)
+    (tmp_path / "file").write_text("x")
+    for name, words in (("absent", "is not there"), ("file", "is no directory")):
+        with pytest.raises(SlipstreamError, match=words) as error:
+            ChatTokenizer(tmp_path / name)
+        assert "hub" not in str(error.value)
+        assert "correct --target" in error.value.do
 
 
 def test_end_ids_come_from_both_configs(chats: ModuleType, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The command line: exit codes, words on standard error, and no traceback for anything that was expected."""
 
+import errno
 import json
 import os
 import subprocess
@@ -179,6 +180,38 @@ def test_errors_have_their_exit_code_and_are_printed_once(
     assert err.count(error.found.splitlines()[0]) == 1
     if error.do:
         assert f"do: {error.do}" in err
+
+
+def test_what_the_machine_refuses_is_told_without_a_traceback(
+    run: Run, tmp_path: Path, left_over: ModuleType, stages: dict[str, Any]
+) -> None:
+    stages["train"] = fail(OSError(errno.EIO, os.strerror(errno.EIO), "/some/file"))
+    code, _, err = run("stage", "train", left_over.World(tmp_path).file)
+    assert code == 1
+    assert f"{os.strerror(errno.EIO)}: '/some/file' (asked by slipstream." in err
+    assert "expected: files, folders and an output that can be read and written" in err
+    assert "do: correct the path, its owner or its rights" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_an_output_that_takes_nothing_more_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "slipstream.flows.cli", "schema"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "error [Errno 28] No space left on device" in done.stderr
+    assert "do: make room\n  runbook: runbooks/disk-full.md" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_workdir_that_is_a_file_is_a_contradiction_with_a_remedy(
+    run: Run, tmp_path: Path, left_over: ModuleType
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    code, out, _ = run("plan", left_over.World(tmp_path).file, "--workdir", file)
+    assert code == 2
+    assert "give host.workdir (--workdir) another folder" in " ".join(out.split())
 
 
 def test_an_interruption_ends_with_130(run: Run, tmp_path: Path, left_over: ModuleType, stages: dict[str, Any]) -> None:

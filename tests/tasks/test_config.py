@@ -287,6 +287,9 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
         ("training: 5\n", "a section"),
         ("? [1]\n: 2\n", "a key must be a word"),
         ("training:\n\tepochs: 1\n", "d.yaml:2"),
+        ("training: " + "[" * 3000 + "]" * 3000 + "\n", "too deep to read"),
+        ("training:\n  epochs: " + "9" * 6000 + "\n", "d.yaml:2: a whole number of 6,000 digits"),
+        ('server:\n  host: "a\\0b"\n', "a text without a NUL character"),
     ],
 )
 def test_a_file_that_is_no_deployment(tmp_path: Path, text: str, words: str) -> None:
@@ -298,7 +301,38 @@ def test_a_missing_or_unreadable_file(tmp_path: Path) -> None:
     assert "cannot be read" in error_of(tmp_path)
     binary = tmp_path / "b.yaml"
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read" in error_of(binary)
+    for unreadable in (tmp_path, binary):
+        words = error_of(unreadable)
+        assert "cannot be read" in words
+        assert "do: name a file that you may read; in another encoding, save it as UTF-8" in words
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("server.port=" + "[" * 5000, "too deep to read"),
+        ("training.epochs=" + "9" * 6000, "a whole number of 6,000 digits"),
+        ("=3", "--set =3 has no key"),
+    ],
+)
+def test_values_that_cannot_be_read_on_the_command_line(tmp_path: Path, override: str, words: str) -> None:
+    assert words in error_of(deployment_file(tmp_path, ""), (override,))
+
+
+def test_of_a_file_that_is_something_else_the_first_problems_are_told(tmp_path: Path) -> None:
+    words = error_of(deployment_file(tmp_path, "".join(f"name{i}: x\n" for i in range(200))))
+    assert "200 values cannot be used" in words
+    assert words.count("is not a known section") == 20
+    assert "  and 180 more" in words
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("[]", "at least 1 entry"), ("[-1]", "greater than or equal to 0"), ("[.nan]", "a finite number")],
+)
+def test_a_list_is_told_apart_from_its_entries(tmp_path: Path, value: str, expected: str) -> None:
+    words = error_of(deployment_file(tmp_path, f"data:\n  temperatures: {value}\n"))
+    assert f"expected: {expected}\n" in words
 
 
 def test_names() -> None:

@@ -315,6 +315,7 @@ def test_one_prompt_cannot_be_split() -> None:
         ('{"id": "a", "category": "b", "turns": [" "]}', "turns must be"),
         ('{"id": 3, "category": "b", "turns": ["x"]}', "id and category"),
         ('{"id": "ok", "category": "b", "turns": ["x"]}', "occurs twice"),
+        pytest.param("[" * 100_000, "not JSON", id="deep"),
     ],
 )
 def test_a_bad_prompt_is_named_by_its_line(tmp_path: Path, line: str, words: str) -> None:
