@@ -9,6 +9,7 @@ import torch
 
 from slipstream.engine.capture import slot_name
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.layers.attention import Attend
 from slipstream.engine.trace import RequestTrace
 from slipstream.tasks.parity_draft import CHAIN_ROUNDS, comparable_rounds, own_chain
 from slipstream.tasks.parity_rounding import relative_errors, unrolled_logits
@@ -94,8 +95,11 @@ def _other_feedback(network: Eagle3Network, features: torch.Tensor) -> tuple[Eag
 
 def _still_rope(network: Eagle3Network, features: torch.Tensor) -> tuple[Eagle3Network, torch.Tensor]:
     changed, first = copy.copy(network), torch.arange(len(features))[None]  # [1, n]
-    forward = network.forward
-    changed.forward = lambda tokens, g, _, attend: forward(tokens, g, first, attend)  # type: ignore[method-assign,assignment]
+
+    def forward(tokens: torch.Tensor, g: torch.Tensor, _: torch.Tensor, attend: Attend) -> torch.Tensor:
+        return network.forward(tokens, g, first, attend)
+
+    changed.forward = forward  # type: ignore[method-assign,assignment]
     return changed, features
 
 
