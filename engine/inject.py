@@ -19,7 +19,6 @@ from slipstream.engine.layers import RowParallelLinear
 from slipstream.engine.models.dense import DenseLayer, DenseModel
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal
-from slipstream.kernels.matrix_products import launch_noted
 from slipstream.kernels.stream import Stream
 
 States = Mapping[str, torch.Tensor]
@@ -78,7 +77,6 @@ def _change_states(engine: Engine, change: Callable[[States], States]) -> None:
 
     def forward(*args: object, **kwargs: object) -> TargetOutput:
         out = original(*args, **kwargs)  # type: ignore[arg-type]
-        launch_noted()
         return replace(out, states=change(out.states)) if out.states else out
 
     target.forward = forward  # type: ignore[method-assign]

@@ -22,7 +22,6 @@ from slipstream.engine.models import TargetModel, TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal, Proposer
 from slipstream.engine.request_table import Occupant, RequestTable
 from slipstream.engine.sequence import Sequence as Running
-from slipstream.kernels.matrix_products import joined
 from slipstream.kernels.round_ops import Paging, commit_first, commit_round, draft_rows, verify_rows
 from slipstream.kernels.round_ring import RoundRing
 from slipstream.kernels.row_copies import select_last, store_features
@@ -195,9 +194,8 @@ class Runner:
         rows = verify_rows(table, slots, drafts, num_steps, clock, paging, starts_round=not drafted_before)
         assert rows.block_table is not None
         kv = self.cache.view(rows.block_table, write_index=rows.write_index)
-        with joined():
-            out = self.target(rows.token_ids, rows.positions, kv, self.capture)
-            logits = self.target.own_logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V], or this rank's columns
+        out = self.target(rows.token_ids, rows.positions, kv, self.capture)
+        logits = self.target.own_logits(out.last)  # [B, K + 1, h] -> [B, K + 1, V], or this rank's columns
         part = self.target.vocabulary.part
         tokens = sample(logits, sampling, rows.positions, 1, part)  # [B, K + 1], each for the position behind its row
         committed = commit_round(table, slots, rows, tokens, self.ring)

@@ -4,12 +4,10 @@
 portable path, with which tests compare.
 """
 
-import contextlib
 import functools
 import logging
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,22 +54,6 @@ def matrix_products(device: torch.device | str) -> MatrixProducts:
     if asked == "cuda":
         raise ValueError(f"{VARIABLE}=cuda, and {problem}; install nvcc of CUDA 12 or newer, or unset the variable")
     return MatrixProducts("triton", problem)
-
-
-@contextlib.contextmanager
-def joined() -> Iterator[None]:
-    """In here, products that read each other may be launched together: no op of torch's may read one's result."""
-    from slipstream.kernels.cuda import chain_launch
-
-    with chain_launch.joined():
-        yield
-
-
-def launch_noted() -> None:
-    """Inside `joined()`: what was put off is launched now, so that ops of torch's may read it."""
-    from slipstream.kernels.cuda import chain_launch
-
-    chain_launch.flush()
 
 
 def int4_products(groups: frozenset[int]) -> bool:

@@ -188,12 +188,11 @@ def _module(epilogue: Epilogue, device: int) -> driver.Module:
 
 def load(device: int) -> None:
     """Compile and load everything, wide_launch.py's kernels, too: before a graph is captured."""
-    from slipstream.kernels.cuda import chain_launch, wide_launch  # built upon this module
+    from slipstream.kernels.cuda import wide_launch  # built upon this module
 
     for epilogue in Epilogue:
         _module(epilogue, device)
     wide_launch.load(device)
-    chain_launch.load(device)
 
 
 @dataclass(frozen=True)

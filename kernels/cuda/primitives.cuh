@@ -106,16 +106,6 @@ __device__ inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_
 
 __device__ inline uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 __device__ inline int atomic_add(int32_t* at, int v) { return atomicAdd(at, v); }  // what was there before
-// A CTA is done with what others wait for: what its threads wrote before a barrier of theirs is seen by who waited.
-__device__ inline void arrive_for_all(int32_t* counter) {
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-}
-__device__ inline void wait_for_all(const int32_t* counter, int ctas) {
-    int there;
-    do {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(counter) : "memory");
-    } while (there < ctas);
-}
 __device__ inline void sync_warp() { __syncwarp(); }
 __device__ inline void store_16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }

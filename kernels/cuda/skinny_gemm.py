@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.kernels.cuda import chain_launch, int4_launch, wide_launch
+from slipstream.kernels.cuda import int4_launch, wide_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.int4 import Int4Weight
@@ -148,7 +148,6 @@ def _params(x: torch.Tensor, weight: CudaWeight, order: RowOrder, stream: Stream
 
 def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, device: int, override: Override) -> None:
     if isinstance(weight, Int4Weight):
-        chain_launch.flush()
         _check(
             norm == int4_launch.has_norm(epilogue),
             f"a product {'behind a' if norm else 'without a'} norm over INT4 weights",
@@ -158,9 +157,6 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
             int4_launch.launch(epilogue, weight, group, device, override)
         return
     for group in _groups(epilogue, params):
-        if chain_launch.defer(epilogue, norm, group, device, override):
-            continue
-        chain_launch.flush()
         cut = override.wide
         if cut is None and override.variant is None and override.parts is None:
             cut = wide_launch.cut_for(epilogue, norm, group, device)

@@ -41,19 +41,6 @@ class _Before(threading.local):
 _before = _Before()  # what this thread launched last
 
 
-_flushes: list[Callable[[], None]] = []
-
-
-def flush_before(flush: Callable[[], None]) -> None:
-    """To have `flush` called before every launch here: it launches what was put off."""
-    _flushes.append(flush)
-
-
-def _flush() -> None:
-    for flush in _flushes:
-        flush()
-
-
 def settled() -> bool:
     """Whether a kernel launched now finds, before its `gdc_wait`, all done but the kernel that was launched last.
 
@@ -61,7 +48,6 @@ def settled() -> bool:
     program has let it or has ended, and one at least did only after the wait. A kernel of torch's between
     the two changes nothing: it starts when all before it is done, and the next one when it ends.
     """
-    _flush()
     return _before.settles
 
 
@@ -89,7 +75,6 @@ def launch(
         settles: the kernel calls `gdc_launch_dependents` after its `gdc_wait`, not before.
         arguments: all others of the kernel, by name.
     """
-    _flush()
     # No fusing of a product with a sum but where a kernel asks for it (tl.fma): which of two the compiler fuses hangs
     # on what stands around them, so that the same line gave other bits in a loop than outside of it.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}

@@ -14,7 +14,6 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.kv_cache import KVCache
 from slipstream.engine.proposer import DraftBatch, Proposal
-from slipstream.kernels.matrix_products import joined
 from slipstream.kernels.row_copies import select_last
 from slipstream.kernels.sampling import propose_tokens
 
@@ -78,21 +77,19 @@ class Eagle3Proposer:
             return _Places((angles[0][part], angles[1][part]), batch.write_index[part])  # type: ignore[index]
 
         g = self.network.fuse(batch.features)  # [B, R, F] -> [B, R, h]
-        with joined():
-            at = places(0, first)
-            states = self._forward(batch.token_ids, g, batch.positions, batch.block_table, at)  # [B, R, h]
+        at = places(0, first)
+        states = self._forward(batch.token_ids, g, batch.positions, batch.block_table, at)  # [B, R, h]
         state, num_steps = select_last(states, batch.last_row), len(batch.chain_positions)  # [B, h]
         drafts = torch.empty(len(state), num_steps, dtype=torch.int64, device=state.device)  # [B, K]
         logits: list[torch.Tensor] = []  # K of them
         for step in range(1, num_steps + 1):
-            with joined():
-                if step > 1:
-                    positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
-                    g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
-                    before = drafts[:, step - 2 : step - 1]  # [B, K] -> [B, 1]
-                    at = places(first + (step - 1) * size, size)
-                    state = self._forward(before, g, positions, batch.block_table, at)[:, 0]  # [B, 1, h] -> [B, h]
-                logits.append(self.network.own_logits(state))  # [B, Vd], or this rank's
+            if step > 1:
+                positions = batch.chain_positions[step - 1][:, None]  # [B] -> [B, 1]
+                g = self.network.feedback(state)[:, None]  # [B, h] -> [B, 1, h]
+                before = drafts[:, step - 2 : step - 1]  # [B, K] -> [B, 1]
+                at = places(first + (step - 1) * size, size)
+                state = self._forward(before, g, positions, batch.block_table, at)[:, 0]  # [B, 1, h] -> [B, h]
+            logits.append(self.network.own_logits(state))  # [B, Vd], or this rank's
             column, start, part = drafts[:, step - 1], batch.committed_lengths, self.network.vocabulary.part
             propose_tokens(logits[-1], batch.sampling, start, self.target_ids, step - 1, column, part)
         return Proposal(drafts, tuple(logits), self.network.vocabulary)

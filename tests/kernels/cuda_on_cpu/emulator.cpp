@@ -77,7 +77,7 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, in
         }
         long turns = 0;
         for (int left = together; left > 0; land_copies()) {
-            if (++turns > 1000000) return -2;  // a wait for what never comes
+            if (++turns > 100000) return -2;  // a wait for what never comes
             for (int i = 0; i < together; ++i) {
                 if (lanes[i].done || sleeps(turns, i / 32) || lags(turns, i / threads)) continue;
                 current = i;

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import chain_launch, int4_launch, wide_launch
+from slipstream.kernels.cuda import int4_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -29,11 +29,6 @@ def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
 def compile_wide(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
     """The bf16 kernels for more rows, one library an epilogue."""
     return {e: _compile(directory, "wide_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
-
-
-def compile_chain(directory: Path) -> ctypes.CDLL:
-    """The kernels of several products each."""
-    return _compile(directory, "chain_gemm", "ChainParams")
 
 
 def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
@@ -174,38 +169,6 @@ class WideEmulator(Emulator):
             common.M, common.x_stride = self._elements // common.K, common.K
         self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
         self.faults += before
-
-
-class ChainEmulator(Emulator):
-    """The same for the kernels of several products, whose weights and all that they read between lie in `room`.
-
-    Args:
-        library: from `compile_chain`.
-        weights: [bytes] uint8, the packed weights one behind the other, as the products come.
-        others: tensors that are read, x apart.
-    """
-
-    def __init__(self, library: ctypes.CDLL, weights: torch.Tensor, others: list[torch.Tensor]) -> None:
-        super().__init__(dict.fromkeys(Epilogue, library))
-        self.weights, self.others = weights, others
-        self.arrived = torch.zeros(chain_launch.MAX_PRODUCTS, dtype=torch.int32)
-
-    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 2, shared_bytes: int = 140 << 10) -> None:
-        card = cuda_launch.Device(sms, 80 << 10, shared_bytes)
-        monkeypatch.setattr(cuda_launch, "_device", lambda device: card)
-        monkeypatch.setattr(chain_launch, "_module", lambda device: _Module(self, Epilogue.ADD))
-        monkeypatch.setattr(chain_launch, "_arrived", lambda device: self.arrived)
-
-    def run(
-        self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
-    ) -> None:
-        """CTAs wait for each other, so all of them run together: as one cluster."""
-        products = [params.common, *params.then][: params.count]
-        made = [(one.out, 2 * one.M * one.N) for one in products[:-1]]
-        read = [(one.data_ptr(), one.nbytes) for one in self.others] + made
-        scales = tuple(at for begin, size in read for at in (begin, begin + size))
-        pieces = (self.weights.nbytes // 16,)
-        self._run(epilogue, name, grid, threads, grid, shared_bytes, params, params.common, pieces, scales)
 
 
 class _Module:

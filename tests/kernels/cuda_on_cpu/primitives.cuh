@@ -11,7 +11,6 @@
 #include <vector>
 
 #define __device__
-#define __host__
 #define __global__
 #define __shared__
 #define __grid_constant__
@@ -142,7 +141,6 @@ namespace slipstream {
 
 using bf16 = uint16_t;
 
-inline void pdl_wait() { emulator::waited[emulator::current] = 1; }
 inline uint64_t weight_policy(bool) { return 0; }
 
 inline uint4 load_16(const bf16* address) {
@@ -237,15 +235,6 @@ inline int atomic_add(int32_t* at, int v) {
     const int before = *at;
     *at += v;
     return before;
-}
-// CTAs that wait for each other run together, as those of a cluster do here.
-inline void arrive_for_all(int32_t* counter) {
-    if (!emulator::waited[emulator::current]) ++emulator::unwaited_reads;
-    ++*counter;
-}
-inline void wait_for_all(const int32_t* counter, int ctas) {
-    pdl_wait();  // behind all of a kernel that waited
-    while (*counter < ctas) emulator::yield();
 }
 inline void sync_warp() { emulator::exchange(0xffffffffu, {}); }
 inline void sync_some(int threads) { emulator::arrive(emulator::some_barriers[emulated_rank()], threads); }
@@ -419,5 +408,6 @@ inline void pdl_launch_dependents() {
     emulator::flow.copies_at_start = emulator::flow.copies;
     emulator::flow.started_unwaited = !emulator::waited[emulator::current];
 }
+inline void pdl_wait() { emulator::waited[emulator::current] = 1; }
 
 }  // namespace slipstream
