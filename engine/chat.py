@@ -61,7 +61,7 @@ class ChatTokenizer:
         except Exception as error:  # transformers raises a dozen types here; each means the same to the user
             raise SlipstreamError(
                 f"no usable tokenizer in {directory}: {error}",
-                expected="tokenizer.json and tokenizer_config.json in the target's directory",
+                expected="tokenizer.json, tokenizer_config.json and a readable config.json in the target's directory",
                 do="run the stage `resolve` again, or point target.source at a complete model directory",
             ) from error
         self._marks: AssistantMarks | None = None

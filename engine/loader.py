@@ -74,6 +74,14 @@ def known_forms(config: Path, do: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise SlipstreamError(f"{config}: {error}", expected="what the layers know", do=do) from error
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):
+            raise
+        raise SlipstreamError(
+            f"{config} asks for layers that this machine has no memory for: {error}",
+            expected="sizes of a model that fits",
+            do=f"look at its sizes; {do}",
+        ) from error
 
 
 def _checkpoint_name(name: str) -> str:

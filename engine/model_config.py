@@ -1,5 +1,6 @@
 """What a target is: the values of its config.json that change its parameters or its outputs."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,9 @@ class ModelConfig:
         absent = [key for key in _NEEDED if raw.get(key) is None] + [key for key in form.needed if key not in raw]
         if absent:
             raise SlipstreamError(
-                f"{path} has no {absent[0]}", expected=f"all of {', '.join((*_NEEDED, *form.needed))}"
+                f"{path} has no {absent[0]}",
+                expected=f"all of {', '.join((*_NEEDED, *form.needed))}",
+                do="correct the file, or copy the model directory again",
             )
         for key, known in {**_ASSUMED, **form.assumed}.items():
             if key in raw and raw[key] not in known:
@@ -168,7 +171,14 @@ def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
 
 def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Scaling of the rotary embedding; transformers 5 writes theta and scaling into one `rope_parameters`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    rope, scaling = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if rope and scaling:
+        ours, theirs = ({"rope_type": one.get("type", "default"), **one} for one in (rope, scaling))
+        if any(ours[key] != theirs[key] for key in ours.keys() & theirs.keys() - {"type"}):
+            raise _wrong(
+                path, "rope_scaling", scaling, f"the same as rope_parameters = {rope}, or one of the two alone"
+            )
+    rope = rope or scaling
     if rope is None:
         return None
     for key, value in rope.items():
@@ -198,7 +208,7 @@ def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
             raise _wrong(path, key, value, "an object or null")
     thetas = {f"{key}.rope_theta": value.get("rope_theta") for key, value in rope.items()}
     for key, value in {"rms_norm_eps": raw["rms_norm_eps"], "rope_theta": raw.get("rope_theta"), **thetas}.items():
-        if value is not None and not ((_is_int(value) or isinstance(value, float)) and value > 0):
+        if value is not None and not ((_is_int(value) or isinstance(value, float)) and 0 < value < math.inf):
             raise _wrong(path, key, value, "a number above 0")
     if not isinstance(raw.get("tie_word_embeddings"), bool | None):
         raise _wrong(path, "tie_word_embeddings", raw["tie_word_embeddings"], "true or false")

@@ -161,6 +161,10 @@ def test_no_model_directory(tmp_path):
         ({"rms_norm_eps": 0}, "rms_norm_eps = 0"),
         ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_parameters.rope_theta = '1e4'"),
         ({"rope_parameters": "linear"}, "rope_parameters = 'linear'"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps = inf"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = {'type': 'linear', 'factor': 2.0}"),
+        ({"vocab_size": 10**12}, "asks for layers that this machine has no memory for"),
         ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM'"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'"),
         ({"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": None}, "a divisor of hidden_size = 64"),
@@ -173,6 +177,15 @@ def test_values_of_a_wrong_type_or_size_are_named_with_their_file(checkpoint, va
     message = refused(checkpoint)
     assert words in message
     assert str(checkpoint / "config.json") in message
+
+
+def test_a_rope_that_is_said_twice_in_the_same_words_is_no_contradiction(checkpoint):
+    edit_config(
+        checkpoint,
+        rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0},
+        rope_scaling={"type": "yarn", "factor": 2.0},
+    )
+    assert ModelConfig.from_dir(checkpoint).rope_scaling["factor"] == 2.0
 
 
 def test_a_config_that_is_no_object(checkpoint):
