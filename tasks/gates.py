@@ -133,11 +133,10 @@ def _parity(gates: "Gates", parity: Mapping[str, Any] | None) -> list[Gate]:
 
 def _allowed_share(asked: float, logits: Mapping[str, Any]) -> float:
     """As parity's own bound: what was asked, or as often as transformers differs from itself."""
-    positions = logits.get("positions", 0)
-    if not positions:
+    positions, names = logits.get("positions", 0), ("self_differ", "reference_differ", "independent")
+    if not positions or any(name not in logits for name in names):  # of a workdir before they were measured
         return asked
-    measured = (logits[name] for name in ("self_differ", "reference_differ", "independent"))
-    return allowed_differences(asked, positions, *measured) / positions
+    return allowed_differences(asked, positions, *(logits[name] for name in names)) / positions
 
 
 def _same_answers(bench: Mapping[str, Any]) -> Gate:

@@ -132,3 +132,9 @@ def test_as_often_as_transformers_differs_from_itself_is_allowed(self_differ, di
     counts = {"positions": 1000, "reference_differ": 14, "self_differ": self_differ, "independent": True}
     parity = {**PARITY, "logits": {"share": differ / 1000, **counts}}
     assert judged(bench(), parity)["parity: tokens that differ from transformers"].status == status
+
+
+@pytest.mark.parametrize(("share", "status"), [(0.005, "pass"), (0.006, "fail")])
+def test_a_parity_from_before_that_was_measured_is_held_to_what_is_asked(share, status):
+    parity = {**PARITY, "logits": {"share": share, "positions": 1000, "reference_differ": 14}}
+    assert judged(bench(), parity)["parity: tokens that differ from transformers"].status == status
