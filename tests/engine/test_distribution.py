@@ -59,7 +59,8 @@ class PatientEngine(Engine):
     """An engine for thousands of requests with one prompt.
 
     Rounds wait until every prompt is in: one round of thousands of requests instead of thousands of small ones. The
-    prompt's forward pass is run once, its cache copied for the others; first tokens are still sampled one by one.
+    prompt's forward pass is run once, its cache copied for the others; first tokens are sampled as those of prompts
+    that come together are.
     """
 
     def __init__(self, *args) -> None:
@@ -68,13 +69,15 @@ class PatientEngine(Engine):
         self.first = None
 
     def _forward_once(self, slots, positions):
-        block = int(self.runner.table.block_table[slots[0], 0])
+        blocks = self.runner.table.block_table[slots, 0]  # [C]
         if self.first is None:
-            self.first = self.forward_prompt(slots, positions), block
+            self.first = self.forward_prompt(slots[:1], positions[:1]), int(blocks[0])
         output, first_block = self.first
         for layer in self.runner.cache.layers:
-            layer[block] = layer[first_block]
-        return output
+            layer[blocks] = layer[first_block].clone()
+        count = len(slots)  # [1, R, h] -> [C, R, h]
+        states = {name: state.expand(count, -1, -1) for name, state in output.states.items()}
+        return replace(output, last=output.last.expand(count, -1, -1), states=states)
 
     def _ready(self):
         return [] if self.scheduler.waiting or self.scheduler.prefilling else super()._ready()
@@ -127,7 +130,8 @@ def oracle(hf, params: SamplingParams, count: int) -> OracleProposer:
 def answer(target, proposer, params: SamplingParams, count: int = NUM_SEEDS) -> Answers:
     """Runs requests of seeds 0 .. count - 1 through an engine at K = 3."""
     most = min(count, AT_A_TIME)
-    engine = PatientEngine(target, EngineConfig(NUM_STEPS, most, len(PROMPT) + MAX_TOKENS, dtype="float32"), proposer)
+    config = EngineConfig(NUM_STEPS, most, len(PROMPT) + MAX_TOKENS, dtype="float32", prefill_requests=32)
+    engine = PatientEngine(target, config, proposer)
     params = replace(params, max_tokens=MAX_TOKENS, ignore_eos=True)
     tokens = np.full((count, MAX_TOKENS), -1)
     mid_round = np.zeros((count, MAX_TOKENS), dtype=bool)
