@@ -16,13 +16,14 @@ from slipstream.flows.host_limit import host_limit
 from slipstream.flows.log_reporter import LogReporter
 from slipstream.flows.run_record import run_record
 from slipstream.flows.stage_task import StageTasks
-from slipstream.tasks.lock import workdir_lock
+from slipstream.tasks.lock import patient_workdir_lock
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.stage_runner import StageRunner, stage_runner
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
+LOCK_SECONDS = 120.0  # a hook may still be cleaning up after the run before us
 # The listener is no parameter of a flow: parameters are stored, and a deployed run has nobody who watches.
 REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
@@ -46,10 +47,14 @@ def deployed(config: str, overrides: Sequence[str], *, force: bool = False) -> I
     context = FlowRunContext.get()
     assert context is not None
     assert context.flow_run is not None
+
+    def say(text: str) -> None:
+        logger.warning("%s", text)
+
     run_id, api = str(context.flow_run.id), str(get_current_settings().api.url)
     with (
-        host_limit(deployment, lambda text: logger.warning(text)),
-        workdir_lock(workdir),
+        host_limit(deployment, say),
+        patient_workdir_lock(workdir, LOCK_SECONDS, say),
         run_record(workdir, run_id, context.flow.name if context.flow else "", api),
         stage_runner(deployment, workdir, reporter, force=force) as run,
     ):

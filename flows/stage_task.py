@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.utilities.annotations import NotSet
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.events import stage_ended
@@ -64,7 +66,8 @@ class StageTasks:
         made = task(
             name=stage.name,
             task_run_name=stage.name,
-            cache_key_fn=lambda context, parameters: key,
+            cache_key_fn=None if key is None else lambda context, parameters: key,
+            cache_policy=NO_CACHE if key is None else NotSet,
             persist_result=key is not None,
             result_serializer="json",  # not pickled: it is read by people and by other versions
             refresh_cache=self._refresh,

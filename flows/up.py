@@ -7,12 +7,14 @@ Both are detached processes with state files below one folder, so that the same 
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from slipstream.engine.errors import SlipstreamError
@@ -23,9 +25,11 @@ from slipstream.tasks.ports import free_port
 from slipstream.tasks.process import (
     STATE_SUFFIX,
     Detached,
+    ProcessIdentity,
     ProcessRecord,
     forget,
     group_members,
+    is_alive,
     read_record,
     start_detached,
     stop_group,
@@ -36,7 +40,8 @@ POOL = "local"
 PREFECT_FILE = "prefect.yaml"
 SERVER, WORKER = f"server{STATE_SUFFIX}", f"worker{STATE_SUFFIX}"
 COMMAND_SECONDS = 180.0
-WORKER_STOP_SECONDS = 60.0  # its flow runs clean up meanwhile
+WORKER_STOP_SECONDS = 30.0
+FLOW_STOP_SECONDS = 120.0  # a flow run stops its servers, a hook after it brings one back
 # The worker asks for work this often; Prefect's own 10 s make a person wait.
 QUERY_SECONDS = "2"
 
@@ -93,10 +98,33 @@ def stop(home: Path) -> list[str]:
             if record is None or not group_members(record.identity):
                 said.append(f"{what}: not running")
             else:
+                if state == WORKER:
+                    said += _end_flow_runs(record.identity.pid)
                 report = stop_group(record.identity, drain_seconds=seconds)
                 said.append(f"{what}: stopped (process {record.identity.pid}, {report.seconds:.1f} s)")
             forget(home / state)
     return said
+
+
+def _end_flow_runs(worker: int) -> list[str]:
+    """Ends the worker's flow runs, which lead groups of their own, while the worker lives to clean up after them.
+
+    A worker that is stopped leaves them running, with nobody to tell how they ended. Returns a line for each.
+    """
+    try:
+        process = psutil.Process(worker)
+        said = []
+        for child in process.children():
+            identity = ProcessIdentity.of(child.pid)
+            if identity is not None and identity.pgid == identity.pid:
+                report = stop_group(identity, drain_seconds=FLOW_STOP_SECONDS)
+                said.append(f"flow run of process {identity.pid}: ended ({report.seconds:.1f} s)")
+        deadline = time.monotonic() + FLOW_STOP_SECONDS
+        while process.children() and time.monotonic() < deadline:  # its hooks
+            time.sleep(0.1)
+        return said
+    except psutil.NoSuchProcess:
+        return []
 
 
 @contextmanager
@@ -168,8 +196,6 @@ def _worker(home: Path, api: str, said: list[str]) -> None:
 
 def _wait_online(worker: Detached) -> None:
     """Waits until the server has heard of a worker of the pool."""
-    import time
-
     from prefect.client.orchestration import get_client
 
     deadline = time.monotonic() + COMMAND_SECONDS
@@ -226,4 +252,4 @@ def _deployments(file: Path) -> list[dict[str, Any]]:
 
 def _running(state_file: Path) -> ProcessRecord | None:
     record = read_record(state_file)
-    return record if record is not None and group_members(record.identity) else None
+    return record if record is not None and is_alive(record.identity) else None

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,11 @@ from slipstream.tasks.manifest import command_line, write_json
 from slipstream.tasks.proc_stat import boot_id, process_start_time
 
 LOCK = ".lock"
+POLL_SECONDS = 0.2
+
+
+class WorkdirInUse(SlipstreamError):
+    """A living process holds the working directory."""
 
 
 @contextmanager
@@ -30,7 +35,7 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
         holder = read_holder(path)
         nested = holder is not None and _same(holder, me)
         if holder is not None and not nested and _alive(holder):
-            raise SlipstreamError(
+            raise WorkdirInUse(
                 f"{workdir} is in use by process {holder['pid']} "
                 f"(`{holder.get('command', '?')}`, since {holder.get('since', '?')})",
                 expected="one run at a time in a working directory",
@@ -46,6 +51,25 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
                 holder = read_holder(path)
                 if holder is not None and _same(holder, me):
                     path.unlink(missing_ok=True)
+
+
+@contextmanager
+def patient_workdir_lock(workdir: Path, seconds: float, say: Callable[[str], None]) -> Iterator[None]:
+    """The same, after waiting for up to `seconds` for who holds it; `say` is told who, once."""
+    deadline, told = time.monotonic() + seconds, False
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(workdir_lock(workdir))
+                break
+            except WorkdirInUse as error:
+                if time.monotonic() > deadline:
+                    raise
+                if not told:
+                    say(f"waiting: {error.found}")
+                    told = True
+            time.sleep(POLL_SECONDS)
+        yield
 
 
 @contextmanager

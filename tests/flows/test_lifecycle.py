@@ -47,6 +47,10 @@ class World:
         )
         monkeypatch.setattr(registry, "STAGES", table)
         monkeypatch.setattr(registry, "_BY_NAME", {stage.name: stage for stage in table})
+        restore = Stage("restore", 1, (), (), self._run("restore"), cached=False)
+        monkeypatch.setattr(registry, "RESTORE", restore)
+        self.bodies["restore"] = lambda _: {"server": "restored", "pid": 1}
+        self.bodies["launch"] = lambda _: {"base_url": "http://127.0.0.1:1", "model": "m", "pid": 1}
 
     def write(self, **sections: dict[str, Any]) -> None:
         host = {"workdir": str(self.workdir), "cache_dir": str(self.workdir.parent / "cache")}
