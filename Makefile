@@ -26,11 +26,12 @@ demo: $(READY)
 incident: $(READY)
 	$(VENV)/bin/python -P -m slipstream.tests.e2e.incident
 
-# Tests run in one process a core, four at most (each with its servers and ranks takes gigabytes); whoever is done takes
-# half of what another has left. ARGS='-n 0 FILE' runs them in one process, where a debugger works. Tiny models gain
-# nothing from a second thread, and lose much where test processes share the cores.
+# Tests run in one process a core, four at most (each with its servers and ranks takes gigabytes). A file's tests stay
+# together and in order: some go on where the one before ended, many share what is made once a file. Files come in
+# collection order: by number of tests, the longest would come last. ARGS='-n 0 FILE' runs them in one process, where
+# a debugger works. Tiny models gain nothing from a second thread, and lose much where test processes share the cores.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses logical --maxprocesses 4 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 $(READY): | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) --editable '.[dev]'
