@@ -345,6 +345,12 @@ def test_the_lifecycle_on_a_far_host(flow: ModuleType, far_world: FarWorld) -> N
     assert (far_world.workdir / "from-host" / "report" / "report.html").read_text() == "<html></html>"
     assert not (far_world.workdir / "train").exists()
 
+    # Again: one look there tells that all is done; only what acts on the world runs.
+    result = flow.lifecycle(str(far_world.config))
+    uncached = [stage.name for stage in registry.STAGES if not stage.cached]
+    assert far_world.ran[len(registry.NAMES) + 2 :] == ["cleanup", *uncached, "cleanup"]
+    assert [name for name, entry in result.items() if entry["status"] == "done"] == uncached
+
 
 def test_a_lifecycle_that_is_ended_stops_its_stage_on_the_far_host(
     flow: ModuleType, far_world: FarWorld, monkeypatch: pytest.MonkeyPatch
