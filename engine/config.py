@@ -7,7 +7,9 @@ from slipstream.engine.errors import SlipstreamError
 MAX_NUM_STEPS = 8  # longer chains are not served
 MAX_ROUNDS_IN_FLIGHT = 8
 SMALLEST_ROW_BUCKET = 32
-MOST_PREFILL_ROWS = 1024  # of a prefill launch, where one request's chunk is not longer
+# Of a prefill launch, where one request's chunk is not longer; the second while somebody reads a running answer as it
+# comes: its next token waits for the launch.
+MOST_PREFILL_ROWS, MOST_PREFILL_ROWS_BESIDE_STREAMS = 2048, 1024
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class EngineConfig:
         block_size_tokens: tokens a KV block.
         prefill_chunk_tokens: prompt tokens that a request brings into a prefill launch, at most.
         prefill_requests: requests whose chunks one prefill launch may take, as far as its rows stay within
-            MOST_PREFILL_ROWS. None: 8 on a GPU, 1 on the CPU, where rows cost time and, beyond some number, bits.
+            MOST_PREFILL_ROWS, or MOST_PREFILL_ROWS_BESIDE_STREAMS. None: 16 on a GPU, 1 on the CPU, where rows cost
+            time and, beyond some number, bits.
         num_kv_blocks: KV blocks, the dummy block included; None: enough for every slot at full context.
         dtype: dtype of weights and caches.
         device: where they live, "cpu" or "cuda".
@@ -127,17 +130,25 @@ class EngineConfig:
     @property
     def prefill_buckets(self) -> tuple["PrefillBucket", ...]:
         """For each of the row buckets, how many requests a launch takes."""
-        wanted = (8 if self.device == "cuda" else 1) if self.prefill_requests is None else self.prefill_requests
+        wanted = (16 if self.device == "cuda" else 1) if self.prefill_requests is None else self.prefill_requests
         wanted = min(wanted, self.max_running_requests)
-        return tuple(PrefillBucket(r, max(1, min(wanted, MOST_PREFILL_ROWS // r))) for r in self.row_buckets)
+
+        def most(rows_of_launch: int, rows: int) -> int:
+            return max(1, min(wanted, rows_of_launch // rows))
+
+        return tuple(
+            PrefillBucket(rows, most(MOST_PREFILL_ROWS, rows), most(MOST_PREFILL_ROWS_BESIDE_STREAMS, rows))
+            for rows in self.row_buckets
+        )
 
 
 @dataclass(frozen=True)
 class PrefillBucket:
-    """A captured prefill launch: rows a request, and most requests."""
+    """A captured prefill launch: rows a request, and most requests; fewer while somebody reads a running answer."""
 
     rows: int
     most_requests: int
+    most_beside_streams: int
 
     @property
     def batches(self) -> tuple[int, ...]:

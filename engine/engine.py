@@ -185,7 +185,7 @@ class Engine:
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
-            self.add_request(Request(str(i), list(prompt), p, trace=trace))
+            self.add_request(Request(str(i), list(prompt), p, trace=trace, streamed=False))
         answers: list[list[int]] = [[] for _ in prompts]
         done: dict[int, Completion] = {}
         while len(done) < len(prompts):

@@ -49,7 +49,7 @@ class Scheduler:
         buckets: Sized[PrefillBucket] | None = None,
     ) -> None:
         self.blocks, self.prefill_chunk, self.lookahead = blocks, prefill_chunk, lookahead
-        self.buckets = buckets or (PrefillBucket(prefill_chunk, 1),)
+        self.buckets = buckets or (PrefillBucket(prefill_chunk, 1, 1),)
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -78,17 +78,21 @@ class Scheduler:
         """The next pieces of prompts, a sequence's one each, for one launch: first that of the sequence admitted first.
 
         Others come along whose pieces need as many rows, by the buckets: padding then costs less than half of them.
+        Fewer do while somebody reads a running answer as it comes: its next token waits for this launch.
         """
         chunks: list[Chunk] = []
-        bucket = self.buckets[0]
+        if not self.prefilling:
+            return chunks
+        streams = any(sequence.request.streamed for sequence in self.running)
+        bucket, most = self.buckets[0], 1
         for sequence in self.prefilling:
             chunk = self._next_chunk(sequence)
             own = next(one for one in self.buckets if one.rows >= chunk.rows)
             if not chunks:
-                bucket = own
+                bucket, most = own, own.most_beside_streams if streams else own.most_requests
             if own is bucket:
                 chunks.append(chunk)
-                if len(chunks) == bucket.most_requests:
+                if len(chunks) == most:
                     break
         return chunks
 

@@ -17,6 +17,7 @@ class Request:
         params: how tokens are chosen and when to stop.
         choice_index: which of several answers to one prompt this is; enters the noise beside the seed.
         trace: record states, draft logits and accepted counts (slow and large; for parity).
+        streamed: somebody may read tokens as they come, so prompts of others shall not hold them up for long.
     """
 
     request_id: str
@@ -24,6 +25,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     choice_index: int = 0
     trace: bool = False
+    streamed: bool = True
 
 
 @dataclass(frozen=True)

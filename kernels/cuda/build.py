@@ -53,6 +53,11 @@ def wide(epilogue: int) -> Unit:
     return Unit("wide_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",))
 
 
+def tiled(epilogue: int) -> Unit:
+    """The kernels of tiled_gemm.cu with one epilogue."""
+    return Unit("tiled_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",))
+
+
 def cache_dir(arch: int) -> Path:
     """Where cubins of these sources for `arch` (90 for sm_90) lie: named by the hash of all that makes them."""
     texts = [path.read_text() for path in sorted((*_HERE.glob("*.cu"), *_HERE.glob("*.cuh")))]

@@ -103,8 +103,8 @@ VARIANTS = (
     *(SHORT_K, SHORT_K_PAIRS, SHORT_K_16, ONE_TILE, TWO_TILES, ROWS_16, ROWS_32, ROWS_64),
     *(BULK, BULK_LONG_K, BULK_ONE),
 )
-MAX_ROWS = 1024  # of a launch of skinny_gemm.cuh; prompts of several requests are just more CTAs
-MAX_WARPS = 12
+MAX_ROWS = 2048  # of a launch of skinny_gemm.cuh; prompts of several requests are just more CTAs
+MAX_WARPS = 12  # of a CTA; of CTAs of a short K also what an SM is counted to hold
 # Of shared memory for a CTA by bulk copies, in turns: large and small fit on an SM, even with attention's 74 KB in the
 # place of the small one, and two large ones do not (bulk_gemm.cuh).
 LARGE_BULK_BYTES, MOST_BULK_BYTES = 140 << 10, 80 << 10
@@ -139,15 +139,20 @@ class Device:
 
 
 def choose(rows: int, tiles: int, width: int, parts: int, per_part: int, device: Device) -> Variant:
-    """The kernel for `rows` rows of x; tiles: of 16 weight rows."""
+    """The kernel for `rows` rows of x; tiles: of 16 weight rows.
+
+    A short K in the L2 is bound by what a CTA waits for, hardly by bytes: the lowest CTAs that are all on the card at
+    once are the fastest, or within 2 % of them, of 13 kernels for SmolLM2's layers at 16, 32, 64 and 128 rows on an
+    H200. Where none are, ROWS_32 is: ROWS_64, alone on an SM, takes twice as long for as many rows.
+    """
     short = per_part <= 4
     in_l2 = tiles * 32 * width <= IN_L2
     if in_l2 and short:
-        ctas = -(-tiles // 2)
-        for variant in (SHORT_K_PAIRS, SHORT_K_16, ROWS_32):  # the fewest rows of x in a CTA that fill the SMs once
-            if ctas * -(-rows // (8 * variant.row_tiles)) <= device.sms or rows <= 8 * variant.row_tiles:
+        units, at_once = -(-tiles // 2), device.sms * (MAX_WARPS // parts)
+        for variant in (SHORT_K_PAIRS, SHORT_K_16):
+            if units * -(-rows // (8 * variant.row_tiles)) <= at_once or rows <= 8 * variant.row_tiles:
                 return variant
-        return ROWS_32 if parts > ROWS_64.max_warps else ROWS_64
+        return ROWS_32
     if not in_l2 and rows <= 8 and parts <= BULK.max_warps:
         found = _bulk(tiles, per_part, device.sms)
         if device.bulk_bytes and found.slots(parts, device.bulk_bytes) >= MIN_SLOTS:
@@ -187,12 +192,13 @@ def _module(epilogue: Epilogue, device: int) -> driver.Module:
 
 
 def load(device: int) -> None:
-    """Compile and load everything, wide_launch.py's kernels, too: before a graph is captured."""
-    from slipstream.kernels.cuda import wide_launch  # built upon this module
+    """Compile and load everything, wide_launch.py's and tiled_launch.py's kernels, too: before a graph is captured."""
+    from slipstream.kernels.cuda import tiled_launch, wide_launch  # built upon this module
 
     for epilogue in Epilogue:
         _module(epilogue, device)
     wide_launch.load(device)
+    tiled_launch.load(device)
 
 
 @dataclass(frozen=True)
@@ -204,6 +210,7 @@ class Override:
     pdl: bool | None = None
     evict_first: bool = True
     wide: Any = None  # a cut of wide_launch.py; False: none
+    tiled: bool | None = None  # whether tiled_launch.py takes it
 
 
 @dataclass(frozen=True)

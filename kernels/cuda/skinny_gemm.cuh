@@ -17,11 +17,51 @@
 
 namespace slipstream {
 
+// The extras of a thread's outputs from its `first` on, all on the way at once.
+template <int EPILOGUE, int NT, int TM, int COUNT>
+__device__ inline void load_extras(const Params& p, int m0, int tile, int first, Extra (&extras)[COUNT]) {
+    constexpr int ROWS = TM * TILE_OUTPUTS<EPILOGUE>;
+#pragma unroll
+    for (int b = 0; b < COUNT; ++b) {
+        extras[b] = Extra{0, 0, 0};
+        if (EPILOGUE == ADD || EPILOGUE == QKV) {
+            const int index = threadIdx.x + (first + b) * blockDim.x, m = m0 + index / ROWS;
+            if (m < p.M && index < 8 * NT * ROWS) {
+                extras[b] = load_extra<EPILOGUE>(p, m, place_of<EPILOGUE>(p, tile, index % ROWS));
+            }
+        }
+    }
+}
+
+// finish_tiles by all threads of the CTA. `extras`: of a thread's first outputs; those of the others are asked for as
+// many at a time, so that their latency is not added once for each.
+template <int EPILOGUE, int NT, int TM, int MAX_WARPS, int COUNT>
+__device__ inline void finish_rows(const Params& p, const float* shared, int warps, int m0, int tile,
+                                   Extra (&extras)[COUNT]) {
+    constexpr int COLUMNS = 8 * NT, STRIDE = 16 * TM + 4, OUTPUTS = TILE_OUTPUTS<EPILOGUE>, ROWS = TM * OUTPUTS;
+    const int outputs = min(COLUMNS, p.M - m0) * ROWS;  // a multiple of 16, or pairs
+    for (int first = 0; first * int(blockDim.x) < outputs; first += COUNT) {
+        if (first > 0) load_extras<EPILOGUE, NT, TM, COUNT>(p, m0, tile, first, extras);
+#pragma unroll
+        for (int b = 0; b < COUNT; ++b) {
+            const int index = threadIdx.x + (first + b) * blockDim.x;
+            if (index < outputs) {
+                const int column = index / ROWS, row = index % ROWS;
+                const float* at = shared + column * STRIDE + 16 * (row / OUTPUTS) + row % OUTPUTS;
+                const float low = sum_parts<MAX_WARPS, COLUMNS * STRIDE>(at, warps);
+                const float high = PAIRED<EPILOGUE> ? sum_parts<MAX_WARPS, COLUMNS * STRIDE>(at + 8, warps) : 0.0f;
+                finish<EPILOGUE>(p, m0 + column, place_of<EPILOGUE>(p, tile, row), low, high, extras[b]);
+            }
+        }
+    }
+}
+
 // CTAs: m_groups for each TM tiles.
 template <int EPILOGUE, bool NORM, int NT, int TM, int DEPTH, int X_DEPTH, int MAX_WARPS>
 __device__ inline void skinny_gemm(const Params& p, float* shared) {
     static_assert(DEPTH % X_DEPTH == 0, "a slot of x must not depend on the round");
     constexpr int BATCH = NT == 1 && X_DEPTH < DEPTH && TM * DEPTH >= 8 ? 8 : 4;  // reads of sums; wide rows have many
+    constexpr int EARLY = NT == 2 || NT == 4 ? NT : 1;  // outputs of a thread whose extras are asked for at once
 
     // Attention, behind q, k and v, reads older keys before it waits: it starts when all before this kernel is done.
     if (EPILOGUE != QKV) pdl_launch_dependents();
@@ -75,7 +115,8 @@ __device__ inline void skinny_gemm(const Params& p, float* shared) {
         }
         x_at += k_step;
     }
-    const Extra first_extra = load_first_extra<EPILOGUE, NT, TM>(p, m0, tile);
+    Extra extras[EARLY];
+    load_extras<EPILOGUE, NT, TM, EARLY>(p, m0, tile, 0, extras);
     float rstd[NT];
     if (NORM) {
 #pragma unroll
@@ -132,7 +173,7 @@ __device__ inline void skinny_gemm(const Params& p, float* shared) {
     }
     put_sums<NT, TM>(shared, warp, lane, sums);
     __syncthreads();
-    finish_tiles<EPILOGUE, NT, TM, MAX_WARPS>(p, shared, warps, blockDim.x, m0, tile, first_extra);
+    finish_rows<EPILOGUE, NT, TM, MAX_WARPS, EARLY>(p, shared, warps, m0, tile, extras);
 }
 
 }  // namespace slipstream

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.kernels.cuda import int4_launch, wide_launch
+from slipstream.kernels.cuda import int4_launch, tiled_launch, wide_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.int4 import Int4Weight
@@ -157,10 +157,15 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
             int4_launch.launch(epilogue, weight, group, device, override)
         return
     for group in _groups(epilogue, params):
-        cut = override.wide
-        if cut is None and override.variant is None and override.parts is None:
+        cut, tiled = override.wide, override.tiled
+        free = cut is None and override.variant is None and override.parts is None
+        if tiled is None and free:
+            tiled = tiled_launch.takes(epilogue, norm, group, device)
+        if cut is None and free and not tiled:
             cut = wide_launch.cut_for(epilogue, norm, group, device)
-        if cut:
+        if tiled:
+            tiled_launch.launch(epilogue, norm, group, device, override)
+        elif cut:
             wide_launch.launch(epilogue, norm, group, device, cut, override)
         else:
             launch(epilogue, norm, group, device, override)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.attention_split import FAN, Cut, Split, padded_dim, reserve, tile_of, usual_cut
+from slipstream.kernels.gpu.attention_split import FAN, Cut, Split, padded_dim, reserve, rows_of, tile_of, usual_cut
 from slipstream.kernels.gpu.gemm import pinned
 
 LOG2_E = 1.4426950408889634  # the kernels raise 2, not e
@@ -316,11 +316,11 @@ def paged_attention(
     batch, num_rows, heads, head_dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     check(q, cache, block_table, scale, window)
-    cut = cut or usual_cut(batch)
     q = q if q.stride()[2:] == (head_dim, 1) and q.stride(0) == num_rows * q.stride(1) else q.contiguous()
     positions = positions if positions.stride(1) == 1 else positions.contiguous()
     padded = padded_dim(head_dim)
     tile, group, width = tile_of(head_dim, q.dtype), heads // kv_heads, block_table.shape[1]
+    cut = cut or usual_cut(batch, batch * kv_heads * rows_of(num_rows * group, tile)[1], tile)
     split = Split.of(batch, num_rows * group, kv_heads, width * block_size, tile, cut)
     workspace = reserve(q.device, batch, kv_heads, split, padded)
     out = torch.empty((batch, num_rows, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -328,7 +328,7 @@ def paged_attention(
         _decode,
         (split.programs, kv_heads * split.row_blocks, batch),
         num_warps=tile.warps,
-        maxnreg=tile.registers,
+        maxnreg=cut.registers or tile.registers,
         settles=cut.settles,
         q_ptr=q,
         q_stride=q.stride(1),

@@ -179,7 +179,7 @@ def sweep() -> None:
             for name, change in CUTS.items():
                 if (keys, warps, early) != TILES[head_dim][0] and name not in ("as it is", "whole 4"):
                     continue
-                cut = replace(split.usual_cut(16), **{"settles": True, "early": early, **change})
+                cut = replace(split.usual_cut(16, 16 * kv_heads, usual), **{"settles": True, "early": early, **change})
                 line = []
                 for batch, num_rows, context in SWEPT:
                     q = torch.randn(batch, num_rows, heads, head_dim, device="cuda").bfloat16()

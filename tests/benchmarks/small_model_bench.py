@@ -59,9 +59,9 @@ class Bench:
         engine.start()
         return engine
 
-    def steps(self, engine: Engine, batch: int) -> None:
+    def steps(self, engine: Engine, batch: int, repeats: int = 3) -> None:
         """One line: the public call."""
-        timing = time_generate(engine, batch, self.prompt, self.answer, repeats=3)
+        timing = time_generate(engine, batch, self.prompt, self.answer, repeats)
         wall, parts = timing.ms * timing.steps, timing.parts
         case = f"batch {batch:2d} K {timing.num_steps} prompts a launch {engine.config.prefill_requests:2d}"
         ms = f"wall {wall:6.1f}, / round {timing.ms:.3f} (x {timing.steps}), / token {wall / self.answer:.3f}"
@@ -115,21 +115,22 @@ def main() -> None:
     bench = Bench(rehearse=parser.parse_args().rehearse)
     most = bench.batches[-1]
     bench.prompts_together_equal_prompts_alone()
-    for together in (8, 1, 4, 16, 32):  # the engine's own number first
+    own = 16  # the engine's own number
+    for together in (own, 1, 4, 8, 32):
         rows_of_a_launch(max(1024, together * PROMPT))
         engine = bench.engine(0, most, together)
-        for batch in sorted({1, max(1, most // 8), most}) if together in (1, 8) else [most]:
+        for batch in sorted({1, max(1, most // 8), most}) if together in (1, own) else [most]:
             bench.prefill(engine, batch)
-        for batch in bench.batches if together == 8 else [most]:
+        for batch in bench.batches if together == own else [most]:
             bench.steps(engine, batch)
-        if together == 8 and bench.device == "cuda":
+        if together == own and bench.device == "cuda":
             for batch in (1, most):
                 bench.kernels(engine, batch)
         del engine
         gc.collect()
-        if together != 8:
+        if together != own:
             continue
-        engine = bench.engine(3, min(16, most), 8)
+        engine = bench.engine(3, min(16, most), own)
         for batch in [b for b in bench.batches if b <= 16]:
             bench.steps(engine, batch)
         if bench.device == "cuda":

@@ -3,7 +3,7 @@
 What only a card can show (that a graph holds all its work, and compiles nothing) is in test_round_graph_gpu.py.
 """
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -75,13 +75,14 @@ def test_buckets_end_with_the_largest_batch_and_chunk():
 
 
 def test_prefill_launches_take_more_requests_the_fewer_rows_each_has():
-    def most(**sizes) -> list[tuple[int, int]]:
-        return [(bucket.rows, bucket.most_requests) for bucket in EngineConfig(**sizes).prefill_buckets]
+    def most(**sizes) -> list[tuple[int, ...]]:
+        return [astuple(bucket) for bucket in EngineConfig(**sizes).prefill_buckets]
 
-    assert most(device="cuda", max_running_requests=64) == [(32, 8), (64, 8), (128, 8), (256, 4)]
-    assert most(device="cuda", max_running_requests=6, prefill_chunk_tokens=64) == [(32, 6), (64, 6)]
-    assert most(device="cuda", prefill_chunk_tokens=2048)[-2:] == [(1024, 1), (2048, 1)]
-    assert most(max_running_requests=64, prefill_chunk_tokens=64) == [(32, 1), (64, 1)]
+    usual = most(device="cuda", max_running_requests=64)
+    assert usual == [(32, 16, 16), (64, 16, 16), (128, 16, 8), (256, 8, 4)]
+    assert most(device="cuda", max_running_requests=6, prefill_chunk_tokens=64) == [(32, 6, 6), (64, 6, 6)]
+    assert most(device="cuda", prefill_chunk_tokens=2048)[-2:] == [(1024, 2, 1), (2048, 1, 1)]
+    assert most(max_running_requests=64, prefill_chunk_tokens=64) == [(32, 1, 1), (64, 1, 1)]
     assert EngineConfig(device="cuda", max_running_requests=6).prefill_buckets[0].batches == (1, 2, 4, 6)
     with pytest.raises(SlipstreamError, match="prefill_requests = 0"):
         EngineConfig(prefill_requests=0)

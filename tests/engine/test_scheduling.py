@@ -10,8 +10,8 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Request, Sequence, SequenceStatus
 
 
-def sequence(num_prompt: int, limit: int, stop: tuple[int, ...] = ()) -> Sequence:
-    return Sequence(Request("r", [3] * num_prompt, SamplingParams()), frozenset(stop), limit)
+def sequence(num_prompt: int, limit: int, stop: tuple[int, ...] = (), streamed: bool = True) -> Sequence:
+    return Sequence(Request("r", [3] * num_prompt, SamplingParams(), streamed=streamed), frozenset(stop), limit)
 
 
 def test_blocks_are_handed_out_once_and_never_the_dummy():
@@ -48,7 +48,7 @@ def test_chunks_are_cut_at_absolute_multiples():
 
 
 def test_chunks_of_the_same_bucket_share_a_launch():
-    buckets = (PrefillBucket(4, 3), PrefillBucket(8, 2))
+    buckets = (PrefillBucket(4, 3, 3), PrefillBucket(8, 2, 2))
     scheduler = Scheduler(6, BlockManager(60, 4), prefill_chunk=8, lookahead=1, buckets=buckets)
     scheduler.waiting.extend(sequence(n, 30) for n in (11, 3, 6, 8, 2, 4))
     admitted = scheduler.admit()
@@ -63,6 +63,19 @@ def test_chunks_of_the_same_bucket_share_a_launch():
         [(5, 0, 4)],
     ]
     assert scheduler.running == [admitted[i] for i in (2, 0, 1, 4, 3, 5)]
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_prompts_hold_running_answers_up_no_longer_than_before(streamed):
+    """Many prompts share a launch while nothing runs, or nothing that anybody reads as it comes."""
+    scheduler = Scheduler(9, BlockManager(90, 4), prefill_chunk=8, lookahead=1, buckets=(PrefillBucket(8, 4, 2),))
+    scheduler.waiting.extend(sequence(8, 30, streamed=streamed) for _ in range(9))
+    scheduler.admit()
+    launches = []
+    while chunks := scheduler.next_chunks():
+        launches.append(len(chunks))
+        scheduler.chunks_done(chunks)
+    assert launches == ([4, 2, 2, 1] if streamed else [4, 4, 1])
 
 
 def test_admission_is_in_order_and_leaves_room_for_the_lookahead():

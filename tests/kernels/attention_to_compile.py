@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.gpu.attention_split import Cut
+from slipstream.kernels.gpu.attention_split import Cut, tile_of, usual_cut
 from slipstream.kernels.gpu.norm_qkv import norm_qkv
 from slipstream.kernels.gpu.paged_attention import paged_attention
 from slipstream.kernels.gpu.prefill_attention import prefill_attention
@@ -34,6 +34,9 @@ def decode() -> None:
     paged_attention(*_arguments(16, LLAMA, torch.bfloat16))
     paged_attention(*_arguments(16, WIDEST, torch.bfloat16))
     paged_attention(*_arguments(4, TINY, torch.float32))
+    for num_rows, (heads, kv_heads, head_dim) in ((1, SMOLLM2), (16, SMOLLM2), (4, WIDEST)):  # two programs on an SM
+        many = usual_cut(64, 64 * kv_heads, tile_of(head_dim, torch.bfloat16))
+        paged_attention(*_arguments(num_rows, (heads, kv_heads, head_dim), torch.bfloat16), cut=many)
 
 
 def behind_qkv() -> None:

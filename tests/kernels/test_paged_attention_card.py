@@ -71,7 +71,7 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
     paged: ModuleType, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, among 2 to 16 rows, beside other requests, with padding, split in other ways, without dependent launch."""
-    from slipstream.kernels.gpu.attention_split import Cut
+    from slipstream.kernels.gpu.attention_split import Cut, tile_of, usual_cut
     from slipstream.kernels.gpu.paged_attention import paged_attention
 
     heads, kv_heads, head_dim = shape
@@ -95,7 +95,8 @@ def test_a_verify_row_keeps_its_bits_in_any_company(
                 assert torch.equal(attend(request, slice(16 - count, 16)), alone[:, 16 - count :]), (seed, b, count)
             assert torch.equal(attend(everything, everything)[request], alone), (seed, b)
             assert torch.equal(attend(everything, slice(3, 4))[request], alone[:, 3:4]), (seed, b)
-            for cut in (Cut(1), Cut(40, whole=8), Cut(5000, whole=0), Cut(early=1), Cut(whole=4, stages=3)):
+            many = usual_cut(64, 64 * kv_heads, tile_of(head_dim, torch.bfloat16))
+            for cut in (Cut(1), Cut(40, whole=8), Cut(5000, whole=0), Cut(early=1), Cut(whole=4, stages=3), many):
                 assert torch.equal(attend(request, slice(0, 4), cut=cut), alone[:, :4]), (seed, b, cut)
         together = attend(everything, everything)
         padded = torch.where(torch.rand(3, 16, generator=draw).cuda() < 0.5, positions, -1)

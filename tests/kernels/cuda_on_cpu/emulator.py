@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import int4_launch, wide_launch
+from slipstream.kernels.cuda import int4_launch, tiled_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -29,6 +29,11 @@ def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
 def compile_wide(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
     """The bf16 kernels for more rows, one library an epilogue."""
     return {e: _compile(directory, "wide_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
+
+
+def compile_tiled(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
+    """The bf16 kernels for prompts, one library an epilogue."""
+    return {e: _compile(directory, "tiled_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
 
 
 def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
@@ -169,6 +174,17 @@ class WideEmulator(Emulator):
             common.M, common.x_stride = self._elements // common.K, common.K
         self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
         self.faults += before
+
+
+class TiledEmulator(WideEmulator):
+    """The same for the kernels for prompts."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: int = WIDE_BYTES) -> None:
+        monkeypatch.setattr(tiled_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(tiled_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(tiled_launch, "_copies", lambda device: True)
+        monkeypatch.setattr(tiled_launch, "_ordered", lambda device, elements: self._ordered(elements))
+        monkeypatch.setattr(tiled_launch, "pdl_enabled", lambda: False)
 
 
 class _Module:
