@@ -11,7 +11,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts.known_hosts import RUNBOOK, changed_key, describe, known_keys, trust_key
 from slipstream.tasks.hosts.open_host import open_host, ssh_target
 from slipstream.tasks.hosts.provision import Environment, build_wheel, provision
-from slipstream.tasks.hosts.ssh_connection import SshTarget, shown_key
+from slipstream.tasks.hosts.ssh_connection import shown_key
+from slipstream.tasks.hosts.ssh_target import SshTarget
 
 
 def trust(

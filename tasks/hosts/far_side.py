@@ -42,12 +42,15 @@ def hello(base: Path) -> dict[str, Any]:
         "time": time.time(),
         "directory": str(base),
         "archive": None if archive is None else sha256_file(Path(archive)),
+        "rsync": shutil.which("rsync") is not None,
     }
 
 
 def settle_file(base: Path, *, temporary: str, target: str, sha256: str) -> None:
     """Renames an uploaded file to its name, if it is whole; else removes it and raises SlipstreamError."""
     path = base / temporary
+    if not path.exists() and (base / target).is_file() and sha256_file(base / target) == sha256:
+        return  # somebody else has sent the same file meanwhile
     arrived = sha256_file(path)
     if arrived != sha256:
         path.unlink(missing_ok=True)
@@ -61,11 +64,14 @@ def settle_file(base: Path, *, temporary: str, target: str, sha256: str) -> None
     path.replace(base / target)
 
 
-def prepare_folder(base: Path, *, folder: str) -> dict[str, int]:
-    """Makes a folder, and tells how many bytes its disk has free."""
-    path = base / folder
+def prepare_folder(base: Path, *, folder: str, part: str) -> dict[str, int]:
+    """Makes a folder, and tells how many bytes its disk has free and how many of a file `part` are there already."""
+    path, begun = base / folder, base / part
     path.mkdir(parents=True, exist_ok=True)
-    return {"free_bytes": shutil.disk_usage(path).free}
+    return {
+        "free_bytes": shutil.disk_usage(path).free,
+        "part_bytes": begun.stat().st_size if begun.is_file() else 0,
+    }
 
 
 def file_facts(base: Path, *, path: str) -> dict[str, Any] | None:

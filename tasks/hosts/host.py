@@ -1,7 +1,7 @@
 """A host: where commands run and jobs live. One protocol; `local.py` and `ssh.py` implement it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,6 +12,7 @@ from slipstream.tasks.manifest import digest
 
 MAX_OUTPUT_BYTES = 1 << 20
 MAX_READ_BYTES = 1 << 20
+Progress = Callable[[int], None]  # told how many bytes of a file have arrived in all
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -114,6 +115,23 @@ class JobStatus:
         return cls(**{**value, **{key: tuple(value[key]) for key in lists if key in value}})
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """What a transfer was: the file's bytes, those that were there from before, seconds, and by which way."""
+
+    name: str
+    bytes: int
+    resumed_bytes: int
+    seconds: float
+    way: str
+
+    def __str__(self) -> str:
+        sent = self.bytes - self.resumed_bytes
+        rate = sent / 1e6 / max(self.seconds, 1e-6)
+        kept = f", {self.resumed_bytes / 1e6:.1f} MB were there" if self.resumed_bytes else ""
+        return f"{self.name}: {sent / 1e6:.1f} MB in {self.seconds:.1f} s by {self.way}, {rate:.1f} MB/s{kept}"
+
+
 class Host(Protocol):
     """Where commands run and jobs live. Paths are relative to Slipstream's directory there, or absolute.
 
@@ -165,10 +183,14 @@ class Host(Protocol):
     def read_json(self, path: str) -> Any:
         """What a small JSON file holds; None when there is none."""
 
-    def put(self, source: Path, target: str) -> None:
-        """Sends a file: under a temporary name, compared by SHA-256, then renamed."""
+    def put(self, source: Path, target: str, *, say: Callable[[str], None] | None = None) -> Transfer:
+        """Sends a file: under a temporary name, compared by SHA-256, then renamed.
 
-    def get(self, source: str, target: Path) -> None:
+        What arrived before the connection broke is not sent again, also by a later call for the same content. `say` is
+        told how far it is every few seconds, and at its end the rate.
+        """
+
+    def get(self, source: str, target: Path, *, say: Callable[[str], None] | None = None) -> Transfer:
         """Fetches a file, the same way."""
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from slipstream.engine.files import write_atomic
 from slipstream.tasks.hosts.archive import build_archive
 from slipstream.tasks.hosts.far_side import MODULE
-from slipstream.tasks.hosts.host import HostUnreachable
+from slipstream.tasks.hosts.host import HostUnreachable, Progress
 from slipstream.tasks.hosts.scripted import ScriptedHost
 from slipstream.tasks.process import NEUTRAL_DIRECTORY
 
@@ -61,8 +61,10 @@ class LocalHost(ScriptedHost):
             raise HostUnreachable(f"no answer of {self.name} after {seconds:.0f} s", expected="an answer") from error
         return done.returncode, done.stdout.decode(errors="replace")
 
-    def _send(self, source: Path, target: str) -> None:
+    def _send(self, source: Path, target: str, progress: Progress) -> str:
         shutil.copyfile(source, self._folder / target)
+        return "copy"
 
-    def _fetch(self, source: str, target: Path) -> None:
+    def _fetch(self, source: str, target: Path, progress: Progress) -> str:
         shutil.copyfile(self._folder / source, target)
+        return "copy"

@@ -9,7 +9,7 @@ from slipstream.tasks.hosts.local import LocalHost
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
-    from slipstream.tasks.hosts.ssh_connection import SshTarget
+    from slipstream.tasks.hosts.ssh_target import SshTarget
 
 
 def open_host(deployment: "Deployment") -> Host:
@@ -39,7 +39,7 @@ def ssh_target(deployment: "Deployment") -> "SshTarget":
             do="name the host in host.address",
         )
     try:
-        from slipstream.tasks.hosts.ssh_connection import SshTarget
+        import slipstream.tasks.hosts.ssh_connection  # noqa: F401  (it needs them)
     except ModuleNotFoundError as error:
         if error.name not in ("fabric", "paramiko", "invoke"):
             raise
@@ -48,6 +48,8 @@ def ssh_target(deployment: "Deployment") -> "SshTarget":
             expected="Slipstream with its flows",
             do="pip install 'slipstream[flows]'",
         ) from error
+    from slipstream.tasks.hosts.ssh_target import SshTarget
+
     return SshTarget(
         host.ssh_address,
         host.known_hosts,

@@ -209,4 +209,4 @@ def _send_once(host: Host, path: Path, target: str, sha256: str, say: Callable[[
     facts = host.file_facts(target)
     if facts is None or facts["sha256"] != sha256:
         say(f"sending {path.name} ({path.stat().st_size / 1e6:.1f} MB)")
-        host.put(path, target)
+        host.put(path, target, say=say)

@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,15 +21,42 @@ from slipstream.tasks.hosts.host import (
     HostUnreachable,
     Job,
     JobStatus,
+    Progress,
+    Transfer,
 )
 from slipstream.tasks.hosts.host_lock import GPU_LOCK, LOCK_FOLDER
 from slipstream.tasks.nvml import LIBRARY
 
+SAY_SECONDS = 5.0
 GRACE_SECONDS = 10.0  # an answer's way back, over the time that the host itself was given
 KILL_SECONDS = 10.0
 HASH_SECONDS = 600.0  # of a large file on a slow disk
 START_SECONDS = 150.0  # the host's own limits on a start, together
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 10.0
+
+
+class _Told:
+    """A transfer of a file as somebody is told of it."""
+
+    def __init__(self, name: str, size: int, say: Callable[[str], None] | None) -> None:
+        self._name, self._size, self._say = name, size, say
+        self._began = self._last = time.monotonic()
+
+    def progress(self, arrived: int) -> None:
+        if self._say is not None and time.monotonic() - self._last > SAY_SECONDS:
+            self._last = time.monotonic()
+            self._say(f"{self._name}: {arrived / 1e6:.1f} of {self._size / 1e6:.1f} MB")
+
+    def end(self, resumed_bytes: int, way: str) -> Transfer:
+        done = Transfer(self._name, self._size, resumed_bytes, time.monotonic() - self._began, way)
+        if self._say is not None:
+            self._say(str(done))
+        return done
+
+
+def _part(name: str, sha256: str) -> str:
+    """What a file is called until it is whole: the same for the same content, so that a later call goes on."""
+    return f".{name}.{sha256[:12]}.part"
 
 
 class ScriptedHost(ABC):
@@ -59,12 +87,12 @@ class ScriptedHost(ABC):
         """Bytes of a file from an offset. Raises HostUnreachable, and OSError for a file that cannot be read."""
 
     @abstractmethod
-    def _send(self, source: Path, target: str) -> None:
-        """Copies a file to the host, without looking whether it arrived whole."""
+    def _send(self, source: Path, target: str, progress: Progress) -> str:
+        """Copies a file to the host, or what is missing at its end, not looking whether it is whole: by which way."""
 
     @abstractmethod
-    def _fetch(self, source: str, target: Path) -> None:
-        """Copies a file from the host, without looking whether it arrived whole."""
+    def _fetch(self, source: str, target: Path, progress: Progress) -> str:
+        """Copies a file from the host, the same way."""
 
     @property
     def directory(self) -> str:
@@ -152,26 +180,35 @@ class ScriptedHost(ABC):
                 f"{path} on {self.name} is not readable as JSON: {error}", expected="JSON", do=f"delete {path} there"
             ) from error
 
-    def put(self, source: Path, target: str) -> None:
+    def put(self, source: Path, target: str, *, say: Callable[[str], None] | None = None) -> Transfer:
         if not source.is_file():
             raise SlipstreamError(f"there is no file {source}", expected="a file to send", do="correct the path")
-        sha256 = sha256_file(source)
+        sha256, size = sha256_file(source), source.stat().st_size
         folder, _, name = target.rpartition("/")
-        free = self._ask("prepare_folder", self.command_seconds, folder=folder)["free_bytes"]
-        if free < source.stat().st_size:
-            raise self._full(target, source.stat().st_size, free)
-        temporary = f"{folder}/.{name}.{secrets.token_hex(4)}".lstrip("/" if not folder else "")
+        part = f"{folder}/{_part(name, sha256)}".lstrip("/" if not folder else "")
+        told = _Told(name, size, say)
         try:
-            self._repeat(lambda: self._send(source, temporary))
-            self._ask("settle_file", self._long(source), temporary=temporary, target=target, sha256=sha256)
+            while True:
+                found = self._ask("prepare_folder", self.command_seconds, folder=folder, part=part)
+                if found["free_bytes"] < size - found["part_bytes"]:
+                    raise self._full(target, size, found["free_bytes"])
+                way = self._repeat(lambda: self._send(source, part, told.progress))
+                try:
+                    within = self._long(source)
+                    self._ask("settle_file", within, temporary=part, target=target, sha256=sha256)
+                    return told.end(found["part_bytes"], way)
+                except SlipstreamError:
+                    if not found["part_bytes"]:
+                        raise
+                    # what an earlier call left was not the beginning of this file; it is gone now
         except HostUnreachable:
-            raise
+            raise  # what has arrived stays for the next call
         except Exception as error:
             with suppress(SlipstreamError):
-                self._ask("remove_file", self.command_seconds, path=temporary)
-            free = self._ask("prepare_folder", self.command_seconds, folder=folder)["free_bytes"]
-            if isinstance(error, OSError) and free < source.stat().st_size:
-                raise self._full(target, source.stat().st_size, free) from error
+                self._ask("remove_file", self.command_seconds, path=part)
+            free = self._ask("prepare_folder", self.command_seconds, folder=folder, part=part)["free_bytes"]
+            if isinstance(error, OSError) and free < size:
+                raise self._full(target, size, free) from error
             if isinstance(error, OSError):
                 raise SlipstreamError(
                     f"{source} could not be sent to {target} on {self.name}: {error}",
@@ -180,24 +217,25 @@ class ScriptedHost(ABC):
                 ) from error
             raise
 
-    def get(self, source: str, target: Path) -> None:
+    def get(self, source: str, target: Path, *, say: Callable[[str], None] | None = None) -> Transfer:
         facts = self.file_facts(source)
         if facts is None:
             raise SlipstreamError(
                 f"there is no file {source} on {self.name}", expected="a file to fetch", do="correct the path"
             )
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-        try:
-            self._repeat(lambda: self._fetch(source, temporary))
-            if sha256_file(temporary) != facts["sha256"]:
-                raise SlipstreamError(
-                    f"{source} of {self.name} arrived changed ({temporary.stat().st_size} of {facts['bytes']} bytes)",
-                    expected="the file as it was when it was asked for",
-                    do="fetch it again when nothing writes to it; logs are read by offset",
-                )
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        part = target.with_name(_part(target.name, facts["sha256"]))
+        there, told = part.stat().st_size if part.exists() else 0, _Told(target.name, facts["bytes"], say)
+        way = self._repeat(lambda: self._fetch(source, part, told.progress))
+        if sha256_file(part) != facts["sha256"]:
+            arrived = part.stat().st_size
+            part.unlink()
+            raise SlipstreamError(
+                f"{source} of {self.name} arrived changed ({arrived} of {facts['bytes']} bytes)",
+                expected="the file as it was when it was asked for",
+                do="fetch it again when nothing writes to it; logs are read by offset",
+            )
+        part.replace(target)
+        return told.end(there, way)
 
     def _ask(self, call: str, within: float, /, *, again: bool = True, **arguments: Any) -> Any:
         """The value of a call on the host. Asked again over a new connection while that makes sense and is harmless.

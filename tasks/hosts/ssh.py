@@ -15,9 +15,11 @@ from paramiko.ssh_exception import SSHException
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts.archive import FOLDER, build_archive
 from slipstream.tasks.hosts.far_side import MODULE
-from slipstream.tasks.hosts.host import HostUnreachable
+from slipstream.tasks.hosts.host import HostUnreachable, Progress
+from slipstream.tasks.hosts.rsync import RSYNC_FROM_BYTES, RsyncRefused, can_rsync, rsync
 from slipstream.tasks.hosts.scripted import ScriptedHost
-from slipstream.tasks.hosts.ssh_connection import SshConnection, SshTarget
+from slipstream.tasks.hosts.ssh_connection import SshConnection
+from slipstream.tasks.hosts.ssh_target import SshTarget
 
 
 class SshHost(ScriptedHost):
@@ -45,6 +47,7 @@ class SshHost(ScriptedHost):
         self._lock = threading.Lock()
         self._connection: SshConnection | None = None
         self._folder = ""  # `base` in full, known once connected
+        self._rsync: bool | None = None  # whether both ends have it
 
     @property
     def name(self) -> str:
@@ -66,8 +69,9 @@ class SshHost(ScriptedHost):
                 connection = SshConnection(self.target)
                 try:
                     with _files(connection, self.name):
-                        self._folder = posixpath.join(connection.sftp().normalize("."), self.base)
-                        _ship(connection.sftp(), self._folder)
+                        sftp = connection.sftp().client  # nobody else has it yet
+                        self._folder = posixpath.join(sftp.normalize("."), self.base)
+                        _ship(sftp, self._folder)
                 except BaseException:
                     connection.close()
                     raise
@@ -83,19 +87,42 @@ class SshHost(ScriptedHost):
 
     def _read(self, path: str, offset: int, max_bytes: int) -> bytes:
         connection = self._connected()
-        with _files(connection, self.name), connection.sftp().open(self._full_path(path), "rb") as file:
-            file.seek(offset)
-            return file.read(max_bytes)
+        with _files(connection, self.name):
+            return connection.sftp().read(self._full_path(path), offset, max_bytes)
 
-    def _send(self, source: Path, target: str) -> None:
+    def _send(self, source: Path, target: str, progress: Progress) -> str:
+        if source.stat().st_size >= RSYNC_FROM_BYTES and self._rsynced(str(source), target, progress, to_host=True):
+            return "rsync"
         connection = self._connected()
         with _files(connection, self.name):
-            connection.sftp().put(str(source), self._full_path(target), confirm=False)
+            connection.sftp().send(source, self._full_path(target), progress)
+        return "SFTP"
 
-    def _fetch(self, source: str, target: Path) -> None:
+    def _fetch(self, source: str, target: Path, progress: Progress) -> str:
         connection = self._connected()
         with _files(connection, self.name):
-            connection.sftp().get(self._full_path(source), str(target))
+            size = connection.sftp().size(self._full_path(source))
+        if size >= RSYNC_FROM_BYTES and self._rsynced(source, str(target), progress, to_host=False):
+            return "rsync"
+        with _files(connection, self.name):
+            connection.sftp().fetch(self._full_path(source), target, progress)
+        return "SFTP"
+
+    def _rsynced(self, source: str, destination: str, progress: Progress, *, to_host: bool) -> bool:
+        """Whether rsync has done it; it is not asked again where it was refused once."""
+        if self._rsync is None:
+            self._rsync = can_rsync() and bool(self.hello()["rsync"])
+        if not self._rsync:
+            return False
+        if to_host:
+            destination = self._full_path(destination)
+        else:
+            source = self._full_path(source)
+        try:
+            rsync(self.target, source, destination, to_host=to_host, progress=progress)
+        except RsyncRefused:
+            self._rsync = False
+        return self._rsync
 
     def _full_path(self, path: str) -> str:
         return posixpath.join(self._folder, path)

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import fabric
 import paramiko
@@ -29,36 +27,14 @@ from slipstream.configs.ssh_address import SshAddress
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts.host import HostUnreachable
 from slipstream.tasks.hosts.known_hosts import Refuse, changed_key
+from slipstream.tasks.hosts.sftp import Sftp
+from slipstream.tasks.hosts.ssh_target import UNANSWERED_KEEPALIVES, SshTarget
 
 READ_BYTES = 65_536
 FULL_PAUSE_SECONDS = 0.2  # until a channel that others hold may be free
 WAITING_SECONDS = 300.0  # a program there that is not asked for longer may have ended (`far_side.IDLE_SECONDS`)
-UNANSWERED_KEEPALIVES = 3  # then the kernel gives the connection up
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks; we say what happened in words
-
-
-@dataclass(frozen=True)
-class SshTarget:
-    """A far host and how to get there.
-
-    Args:
-        address: of the host.
-        jumps: servers to go through, in order.
-        identity_file: private key; None: the agent's keys and the user's default ones.
-        known_hosts: file of the trusted host keys, for the host and for every jump.
-        connect_seconds: limit of each of: TCP, banner, keys, login, a new channel.
-        keepalive_seconds: between two signs of life on an idle connection.
-        max_sessions: channels that the server allows at the same time (sshd's MaxSessions).
-    """
-
-    address: SshAddress
-    known_hosts: Path
-    jumps: tuple[SshAddress, ...] = ()
-    identity_file: Path | None = None
-    connect_seconds: float = 15.0
-    keepalive_seconds: float = 15.0
-    max_sessions: int = 10
 
 
 class SshConnection:
@@ -72,7 +48,7 @@ class SshConnection:
         # Paramiko keeps one refusal for all threads: of two that are refused at once, one would not learn why.
         self._opening = threading.Lock()
         self._waiting: list[tuple[paramiko.Channel, float]] = []  # programs that wait for a question, and since when
-        self._sftp: paramiko.SFTPClient | None = None
+        self._sftp: Sftp | None = None
         self._chain: list[fabric.Connection] = []
         try:
             for address in (*target.jumps, target.address):
@@ -126,18 +102,19 @@ class SshConnection:
                 else:
                     channel.close()
 
-    def sftp(self) -> paramiko.SFTPClient:
+    def sftp(self) -> Sftp:
         """The channel for files, opened once. Raises HostUnreachable, or SlipstreamError where SFTP is switched off."""
         with self._sftp_lock:
             if self._sftp is None:
                 try:
                     with self._broken("file channel"):
                         transport = self._transport
-                        self._sftp = paramiko.SFTPClient.from_transport(transport)
-                        assert self._sftp is not None
-                        channel = self._sftp.get_channel()
+                        client = paramiko.SFTPClient.from_transport(transport)
+                        assert client is not None
+                        channel = client.get_channel()
                         assert channel is not None
                         channel.settimeout(max(self.target.connect_seconds, 4 * self.target.keepalive_seconds))
+                        self._sftp = Sftp(client)
                 except HostUnreachable as error:
                     if not self.is_open:
                         raise

@@ -96,7 +96,9 @@ def machine_class(ssh_tools):
         def inside(self, command: list[str]) -> list[str]:
             self._boot.write_text(f"{uuid.uuid4()}\n")
             home = ["", ""] if self._home is None else [str(Path.home()), str(self._home)]
-            Path(LOCK_FOLDER).mkdir(exist_ok=True)
+            if not Path(LOCK_FOLDER).exists():
+                Path(LOCK_FOLDER).mkdir()
+                Path(LOCK_FOLDER).chmod(0o1777)  # as every host makes it: it is this machine's, too
             first = ["sh", "-c", FIRST, "sh", self.name, str(self.disk), self._size, "64m", str(self._boot), *home]
             own = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
             return ["ip", "netns", "exec", self.name, "unshare", *own, *first, LOCK_FOLDER, *command]

@@ -15,7 +15,8 @@ import pytest
 from slipstream.configs.ssh_address import SshAddress
 from slipstream.tasks.hosts.known_hosts import trust_key
 from slipstream.tasks.hosts.ssh import SshHost
-from slipstream.tasks.hosts.ssh_connection import SshTarget, shown_key
+from slipstream.tasks.hosts.ssh_connection import shown_key
+from slipstream.tasks.hosts.ssh_target import SshTarget
 
 
 def find_sshd() -> str | None:
@@ -164,6 +165,9 @@ class Relay:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
             each.close()
+
+    def be_slow(self, bytes_per_second: float) -> None:
+        self._seconds_per_byte = 1 / bytes_per_second
 
     def freeze(self) -> None:
         self._frozen.set()

@@ -138,10 +138,10 @@ def test_a_file_that_arrives_changed_is_refused(any_host, tmp_path, monkeypatch)
     source.write_bytes(b"x" * 1000)
     send = any_host._send
 
-    def cut_short(path, target):
+    def cut_short(path, target, progress):
         short = tmp_path / "short"
         short.write_bytes(path.read_bytes()[:500])
-        send(short, target)
+        return send(short, target, progress)
 
     monkeypatch.setattr(any_host, "_send", cut_short)
     with pytest.raises(SlipstreamError, match="arrived with SHA-256"):

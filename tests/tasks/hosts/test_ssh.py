@@ -336,11 +336,11 @@ def test_a_file_whose_transfer_is_cut_arrives_whole_at_the_second_try(relayed, t
     source.write_bytes(os.urandom(8_000_000))
     send, tries = host._send, []
 
-    def cut_once(path, target):
+    def cut_once(path, target, progress):
         tries.append(target)
         if len(tries) == 1:
             threading.Timer(0.01, relay.cut).start()
-        send(path, target)
+        return send(path, target, progress)
 
     monkeypatch.setattr(host, "_send", cut_once)
     host.put(source, "folder/target")
@@ -369,7 +369,7 @@ def test_a_full_disk_is_named_and_nothing_half_written_stays(ssh_server, tmp_pat
             value = ask(self, call, within, **arguments)
             if call == "prepare_folder" and not tried:
                 tried.append(call)
-                return {"free_bytes": 10_000_000}
+                return {"free_bytes": 10_000_000, "part_bytes": 0}
             return value
 
         tried: list[str] = []
