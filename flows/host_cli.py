@@ -53,11 +53,17 @@ def host_provision(
         Path | None,
         typer.Option("--wheel", metavar="FILE", help="Slipstream's wheel; default: built from this checkout"),
     ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(
+            "--lock", metavar="FILE", help="Hashes of all packages: written at the first host, held to at the next."
+        ),
+    ] = None,
 ) -> None:
     """Install Slipstream on the deployment's host, in an environment of its own, and verify it by a self-test."""
     from slipstream.flows.host_view import provision_host
 
-    provision_host(config, overrides or (), wheel=wheel, wheelhouse=wheelhouse)
+    provision_host(config, overrides or (), wheel=wheel, wheelhouse=wheelhouse, lock=lock)
 
 
 def doctor(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:

@@ -76,6 +76,7 @@ def provision_host(
     *,
     wheel: Path | None,
     wheelhouse: Path | None,
+    lock: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Environment:
     """Installs Slipstream on the deployment's host, and says with which Python it runs there.
@@ -84,6 +85,7 @@ def provision_host(
         config, overrides: the deployment.
         wheel: Slipstream's own; None: built from this checkout.
         wheelhouse: folder of all wheels, for a host without a registry.
+        lock: file of the packages' hashes.
         say: told what happens.
 
     Raises SlipstreamError.
@@ -94,7 +96,7 @@ def provision_host(
     try:
         with TemporaryDirectory() as folder:
             made = build_wheel(Path(folder)) if wheel is None else wheel
-            found = provision(host, made, python=python, wheelhouse=wheelhouse, say=say)
+            found = provision(host, made, python=python, wheelhouse=wheelhouse, lock=lock, say=say)
     finally:
         host.close()
     say(f"{'found' if found.was_there else 'made'} environment {found.key} on {host.name}: {found.python}")

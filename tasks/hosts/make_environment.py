@@ -29,8 +29,9 @@ SUPPORTED = ((3, 11), (3, 12))
 def make(spec_file: Path) -> dict[str, Any]:
     """Makes and verifies the environment of a specification. Raises SlipstreamError that says which step failed.
 
-    The specification: `wheel`, `constraints` (file of name==version lines), `wheelhouse` (folder, or "" for the host's
-    registry) and `self_test` (a module of the installed package).
+    The specification: `wheel`, `constraints` (file of name==version lines), `lock` (file of requirements with their
+    hashes, the wheel's included; "" for none yet), `wheelhouse` (folder, or "" for the host's registry) and `self_test`
+    (a module of the installed package).
     """
     spec = read_json(spec_file, expected="what the environment is to be made of", do="provision again")
     if not SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]:
@@ -53,11 +54,15 @@ def make(spec_file: Path) -> dict[str, Any]:
     python = str(folder / "bin" / "python")
     pip = [python, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input"]
     source = ["--no-index", "--find-links", spec["wheelhouse"]] if spec["wheelhouse"] else []
-    _step(
-        [*pip, "install", "--progress-bar", "off", *source, "--constraint", spec["constraints"], spec["wheel"]],
-        "the packages cannot be installed",
-        "add what is missing to the wheelhouse" if source else "provision from a wheelhouse: --wheelhouse DIR",
-    )
+    report = folder / "installed.json"
+    install = [*pip, "install", "--progress-bar", "off", *source, "--report", str(report)]
+    if spec["lock"]:
+        what = ["--require-hashes", "--requirement", spec["lock"]]
+        do = "look which file changed, and who changed it; where that is right, delete the lock file and lock anew"
+    else:
+        what = ["--constraint", spec["constraints"], spec["wheel"]]
+        do = "add what is missing to the wheelhouse" if source else "provision from a wheelhouse: --wheelhouse DIR"
+    _step([*install, *what], "the packages cannot be installed", do)
     _step([*pip, "check"], "the packages contradict each other", "make the wheelhouse anew, of one resolution")
     packages = _told([*pip, "freeze", "--all"], "the packages cannot be listed")
     tested = _told([python, "-P", "-m", spec["self_test"]], "the self-test failed")
@@ -65,10 +70,21 @@ def make(spec_file: Path) -> dict[str, Any]:
         result = json.loads(tested.splitlines()[-1])
     except (ValueError, IndexError):
         raise _failed("the self-test said nothing", "look at the lines above") from None
-    ready = {"python": python, "packages": packages.splitlines(), "self_test": result}
+    ready = {"python": python, "packages": packages.splitlines(), "self_test": result, "lock": _locked(report, spec)}
     write_json(folder / READY, ready)
     _say(f"ready: {json.dumps(result)}")
     return ready
+
+
+def _locked(report: Path, spec: dict[str, Any]) -> list[str]:
+    """What was installed beside the wheel itself, as requirements with the hashes of the very files."""
+    told = json.loads(report.read_text(encoding="utf-8"))["install"]
+    return sorted(
+        f"{one['metadata']['name']}=={one['metadata']['version']} "
+        f"--hash=sha256:{one['download_info']['archive_info']['hashes']['sha256']}"
+        for one in told
+        if not one["download_info"]["url"].endswith("/" + Path(spec["wheel"]).name)
+    )
 
 
 def _step(command: Sequence[str], failed: str, do: str) -> None:

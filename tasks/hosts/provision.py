@@ -1,4 +1,4 @@
-"""Brings Slipstream itself to a host: this wheel, in these versions, in an environment of its own there.
+"""Brings Slipstream itself to a host: this wheel, these versions, these very files, in an environment of its own there.
 
 The environment is keyed by all that it is made of: the same one is never made twice, and a changed one never takes
 another's place. It is made by a job on the host, which goes on without us.
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.files import sha256_file
+from slipstream.engine.files import sha256_file, write_atomic
 from slipstream.tasks.hosts.follow import run_job
 from slipstream.tasks.hosts.host import Host, Job
 from slipstream.tasks.hosts.make_environment import ENVIRONMENTS, MODULE, READY
@@ -36,13 +36,23 @@ EPOCH = "315532800"  # 1980: the same sources give the same wheel, byte for byte
 
 @dataclass(frozen=True)
 class Environment:
-    """An environment on a host: key, Python, packages, what the self-test said, whether it was there already."""
+    """An environment on a host.
+
+    Args:
+        key: of all that it is made of.
+        python: its interpreter.
+        packages: name==version.
+        self_test: what the self-test said.
+        was_there: whether it was there already.
+        lock: every package but Slipstream with the SHA-256 of the file that it came from.
+    """
 
     key: str
     python: str
     packages: tuple[str, ...]
     self_test: dict[str, Any]
     was_there: bool
+    lock: tuple[str, ...] = ()
 
 
 def provision(
@@ -52,6 +62,7 @@ def provision(
     python: str,
     wheelhouse: Path | None = None,
     constraints: str | None = None,
+    lock: Path | None = None,
     env: dict[str, str] | None = None,
     self_test: str = SELF_TEST,
     say: Callable[[str], None] = lambda _: None,
@@ -64,6 +75,7 @@ def provision(
         python: there, 3.11 or 3.12.
         wheelhouse: folder of wheels that holds all that Slipstream needs, for a host without a registry.
         constraints: name==version lines; None: the versions installed here.
+        lock: file of the hashes of every package; where there is none yet, it is written once the environment works.
         env: variables of the job that makes it.
         self_test: module of the package that shows whether it can compute.
         say: told the job's output.
@@ -79,7 +91,8 @@ def provision(
             do=f"fill it where a registry is: pip download --dest {wheelhouse} {wheel.name}",
         )
     hashes = {path.name: sha256_file(path) for path in (wheel, *wheels)}
-    key = digest([hashes, constraints, python, host.hello()["python"], self_test])[:16]
+    locked = _read_lock(lock, constraints)
+    key = digest([hashes, constraints, locked, python, host.hello()["python"], self_test])[:16]
     found = _ready(host, key)
     if found is not None:
         _note_current(host, key, found)
@@ -91,6 +104,7 @@ def provision(
     spec = {
         "wheel": f"{base}/{place}/{wheel.name}",
         "constraints": f"{base}/{ENVIRONMENTS}/{key}.txt",
+        "lock": f"{base}/{ENVIRONMENTS}/{key}.lock" if locked else "",
         "wheelhouse": f"{base}/{place}" if wheels else "",
         "self_test": self_test,
     }
@@ -98,6 +112,10 @@ def provision(
         write_json(Path(folder) / "spec", spec)
         (Path(folder) / "constraints").write_text(constraints)
         host.put(Path(folder) / "constraints", f"{ENVIRONMENTS}/{key}.txt")
+        if locked:
+            own = f"{spec['wheel']} --hash=sha256:{hashes[wheel.name]}"
+            (Path(folder) / "lock").write_text("\n".join([*locked, own]) + "\n")
+            host.put(Path(folder) / "lock", f"{ENVIRONMENTS}/{key}.lock")
         host.put(Path(folder) / "spec", f"{ENVIRONMENTS}/{key}.json")
     command = (python, "-I", host.archive_path, MODULE, f"{base}/{ENVIRONMENTS}/{key}.json")
     lines: list[str] = []
@@ -118,7 +136,34 @@ def provision(
             runbook="first-deployment.md",
         )
     _note_current(host, key, made)
+    if lock is not None and not locked:
+        _write_lock(lock, constraints, made["lock"])
+        say(f"locked {len(made['lock'])} packages by their hashes in {lock}; the next host gets the very same files")
     return Environment(key, **made, was_there=False)
+
+
+def _read_lock(lock: Path | None, constraints: str) -> list[str]:
+    """The requirements of a lock file; none where there is none yet. Raises SlipstreamError on other versions."""
+    if lock is None or not lock.is_file():
+        return []
+    first, *lines = lock.read_text(encoding="utf-8").splitlines()
+    if first != _first_line(constraints):
+        raise SlipstreamError(
+            f"{lock} locks other versions than those installed here",
+            expected=f"the first line {_first_line(constraints)!r}",
+            do=f"delete {lock} to lock the present versions at the next host, or install its versions here",
+            runbook="first-deployment.md",
+        )
+    return [line for line in lines if line.strip()]
+
+
+def _write_lock(lock: Path, constraints: str, lines: Sequence[str]) -> None:
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(lock, "\n".join([_first_line(constraints), *lines, ""]).encode())
+
+
+def _first_line(constraints: str) -> str:
+    return f"# slipstream: files of versions {digest(constraints)[:16]}"
 
 
 def build_wheel(folder: Path) -> Path:
@@ -195,7 +240,7 @@ def _needs(name: str) -> Iterator[str]:
 def _ready(host: Host, key: str) -> dict[str, Any] | None:
     """What the host's ready.json says; None when there is none."""
     found = host.read_json(f"{ENVIRONMENTS}/{key}/{READY}")
-    return None if found is None else {**found, "packages": tuple(found["packages"])}
+    return None if found is None else {**found, **{key: tuple(found.get(key, ())) for key in ("packages", "lock")}}
 
 
 def _note_current(host: Host, key: str, ready: dict[str, Any]) -> None:

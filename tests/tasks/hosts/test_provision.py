@@ -75,6 +75,38 @@ def test_an_environment_is_made_offline_verified_and_found_again(any_host, wheel
     assert again == replace(made, was_there=True)
 
 
+def test_the_second_host_gets_the_very_files_that_the_lock_names(host, wheels, tmp_path):
+    from slipstream.tasks.hosts.local import LocalHost
+
+    lock, said = tmp_path / "slipstream.lock", []
+    first = make(host, wheels, lock=lock, say=said.append)
+    _, house = wheels
+    sha256 = hashlib.sha256((house / "tinydep-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    assert first.lock == (f"tinydep==1.0 --hash=sha256:{sha256}",)
+    assert lock.read_text().splitlines()[1:] == list(first.lock)
+    assert any("locked 1 packages" in line for line in said)
+    second = LocalHost(tmp_path / "second")
+    made = make(second, wheels, lock=lock)
+    assert made.lock == first.lock
+    assert made.self_test == {"answer": 42}
+    # the same version, other bytes: without the lock nobody would know
+    make_wheel(house, "tinydep", "1.0", {"tinydep.py": "ANSWER = 666\n"})
+    assert make(LocalHost(tmp_path / "third"), wheels).self_test == {"answer": 666}
+    with pytest.raises(
+        SlipstreamError, match=r"(?s)DO NOT MATCH THE HASHES.*the packages cannot be installed"
+    ) as error:
+        make(LocalHost(tmp_path / "fourth"), wheels, lock=lock)
+    assert "delete the lock file" in str(error.value)
+
+
+def test_a_lock_of_other_versions_is_refused(host, wheels, tmp_path):
+    lock = tmp_path / "slipstream.lock"
+    make(host, wheels, lock=lock)
+    with pytest.raises(SlipstreamError, match="locks other versions than those installed here") as error:
+        make(host, wheels, lock=lock, constraints="tinydep==2.0\n")
+    assert error.value.runbook == "first-deployment.md"
+
+
 def test_what_it_is_made_of_changes_its_key(host, wheels):
     first = make(host, wheels)
     second = make(host, wheels, constraints="tinydep==2.0\n")
