@@ -9,6 +9,18 @@ from slipstream.configs.base import CountOrZero, LocalPath, PositiveFloat, Posit
 from slipstream.configs.ssh_address import DEFAULT_PORT, SshAddress, parse_jumps, parse_ssh_address
 
 
+class OtherHost(Section):
+    """A further far host: what it has of its own; everything else is as for the first."""
+
+    address: str = Field(description="Its name or address, without user and port.")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="TCP port of its SSH server.")
+    user: str | None = Field(default=None, description="Login name there.")
+    identity_file: LocalPath | None = Field(default=None, description="Private key.")
+    jump: str | None = Field(default=None, description="Servers to go through.")
+    directory: str | None = Field(default=None, min_length=1, description="Slipstream's directory there.")
+    python: str | None = Field(default=None, min_length=1, description="A Python of 3.10 or newer there.")
+
+
 class Host(Section):
     """The machine and the folders that the pipeline uses on it."""
 
@@ -55,6 +67,11 @@ class Host(Section):
     reconnect_seconds: CountOrZero = Field(
         default=600, description="How long a broken connection may take to come back before the run ends."
     )
+    more: Annotated[tuple[OtherHost, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Further far hosts (kind ssh), each by what differs from the first: they answer and extract shares "
+        "of the prompts, and serve replicas.",
+    )
     max_sessions: Annotated[int, Field(ge=2)] = Field(
         default=10, description="Sessions that the SSH server allows on one connection (sshd's MaxSessions)."
     )
@@ -97,6 +114,29 @@ class Host(Section):
     def _jump(cls, jump: str | None) -> str | None:
         parse_jumps(jump)
         return jump
+
+    @field_validator("more")
+    @classmethod
+    def _more(cls, more: tuple[OtherHost, ...], info: ValidationInfo) -> tuple[OtherHost, ...]:
+        """Hosts of an SSH fleet, each of them once."""
+        if more and info.data.get("kind") != "ssh":
+            raise ValueError("no further hosts, as host.kind is local")
+        first = (info.data.get("address"), info.data.get("port"))
+        places = [first, *((other.address, other.port or first[1]) for other in more)]
+        if len(set(places)) < len(places):
+            raise ValueError("every host once, by address and port")
+        for other in more:
+            cls._address(other.address, info)
+            cls._user(other.user)
+            cls._jump(other.jump)
+        return more
+
+    @property
+    def each(self) -> "tuple[Host, ...]":
+        """Every host by itself, the first one first."""
+        alone = self.model_copy(update={"more": ()})
+        own = (other.model_dump(exclude_none=True) for other in self.more)
+        return (alone, *(alone.model_copy(update=values) for values in own))
 
     @property
     def ssh_address(self) -> SshAddress:

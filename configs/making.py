@@ -99,6 +99,11 @@ class Data(Section):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = Field(default=1.0, description="Nucleus of the answers; 1 is off.")
     seed: Seed = Field(default=0, description="Seed of the sampling and of the choice of held-out prompts.")
     batch_size: PositiveInt = Field(default=16, description="Conversations that the target answers at the same time.")
+    share: Annotated[tuple[CountOrZero, PositiveInt], Field(strict=False)] = Field(
+        default=(0, 1),
+        description="Which share of the prompts is answered, `[i, n]`: every n-th one from the i-th on. Hosts of a "
+        "fleet get one each.",
+    )
 
 
 class Capture(Section):

@@ -154,6 +154,26 @@ class StoreWriter:
         if self._bytes >= self._shard_bytes:
             self.flush()
 
+    def take(self, other: Path) -> int:
+        """Takes over the files of another complete store of the same specification, with what they hold that this one
+        lacks. Returns the number of conversations taken. Raises SlipstreamError for another specification."""
+        theirs = HiddenStateStore(other, expect=self.spec).manifest
+        taken = 0
+        for shard in theirs.shards:
+            entries = {name: entry for name, entry in theirs.conversations.items() if entry.shard == shard.name}
+            if not entries.keys() - self.manifest.conversations.keys():
+                continue
+            self.flush()  # a number that is waited for is not given away
+            name = self._next_shard()
+            write_atomic(self.directory / name, (other / shard.name).read_bytes())
+            self.manifest.shards.append(replace(shard, name=name))
+            for key, entry in entries.items():
+                if key not in self.manifest.conversations:
+                    self.manifest.conversations[key] = replace(entry, shard=name)
+                    taken += 1
+            self.manifest.save(self.directory)
+        return taken
+
     def flush(self) -> None:
         """Writes what was added so far as one shard and enters it in the manifest."""
         if not self._tensors:

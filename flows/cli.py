@@ -309,11 +309,14 @@ def serve(context: typer.Context) -> None:
 
 
 def show_error(error: SlipstreamError) -> None:
-    """Prints an error that we expected, on standard error, for a person to act on."""
+    """Prints an error that we expected, on standard error, for a person to act on, with its runbook."""
     from rich.console import Console
     from rich.text import Text
 
-    Console(stderr=True).print(Text.assemble(("error ", "bold red"), str(error)), soft_wrap=True)
+    from slipstream.flows.runbooks import runbook_of
+
+    named = "" if error.runbook else f"\n  runbook: runbooks/{runbook_of(error)}"
+    Console(stderr=True).print(Text.assemble(("error ", "bold red"), f"{error}{named}"), soft_wrap=True)
 
 
 def _prepare_output() -> None:

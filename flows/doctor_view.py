@@ -11,15 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.configs.load import load
+from slipstream.configs.schema import Deployment
 from slipstream.tasks.hosts.doctor import HostFinding, judge
-from slipstream.tasks.hosts.open_host import open_host
+from slipstream.tasks.hosts.open_host import each_deployment, open_host
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
-def examine(config: Path, overrides: Sequence[str]) -> tuple[str, dict[str, Any], list[HostFinding]]:
-    """(Name of the deployment's host, its facts, what they mean). Raises SlipstreamError, as the host does."""
-    deployment = load(config, overrides).deployment
+Examined = tuple[str, dict[str, Any], list[HostFinding]]
+
+
+def examine(config: Path, overrides: Sequence[str]) -> list[Examined]:
+    """(Name of a host of the deployment, its facts, what they mean), for each. Raises SlipstreamError, as they do."""
+    return [_examine(deployment) for deployment in each_deployment(load(config, overrides).deployment)]
+
+
+def _examine(deployment: Deployment) -> Examined:
     host = open_host(deployment)
     try:
         facts = host.facts(address=deployment.server.host, port=deployment.server.port)
@@ -29,14 +36,21 @@ def examine(config: Path, overrides: Sequence[str]) -> tuple[str, dict[str, Any]
 
 
 def show_doctor(config: Path, overrides: Sequence[str], *, as_json: bool, console: Console | None = None) -> bool:
-    """Prints what was found. Returns whether the deployment can use the host: no finding is an error."""
-    name, facts, findings = examine(config, overrides)
+    """Prints what was found. Returns whether the deployment can use its hosts: no finding is an error.
+
+    As JSON one host is an object, several are a list of them.
+    """
+    examined = examine(config, overrides)
     if as_json:
-        told = {"host": name, "facts": facts, "findings": [asdict(finding) for finding in findings]}
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        told = [
+            {"host": name, "facts": facts, "findings": [asdict(finding) for finding in findings]}
+            for name, facts, findings in examined
+        ]
+        print(json.dumps(told if len(told) > 1 else told[0], indent=2, ensure_ascii=False))
     else:
-        _table(name, facts, findings, console or Console())
-    return not any(finding.severity == "error" for finding in findings)
+        for name, facts, findings in examined:
+            _table(name, facts, findings, console or Console())
+    return not any(finding.severity == "error" for _, _, findings in examined for finding in findings)
 
 
 def _table(name: str, facts: dict[str, Any], findings: Sequence[HostFinding], console: Console) -> None:

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from slipstream.configs.load import load
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts.known_hosts import RUNBOOK, changed_key, describe, known_keys, trust_key
-from slipstream.tasks.hosts.open_host import open_host, ssh_target
+from slipstream.tasks.hosts.open_host import each_deployment, open_host, ssh_target
 from slipstream.tasks.hosts.provision import Environment, build_wheel, provision
 from slipstream.tasks.hosts.ssh_connection import shown_key
 from slipstream.tasks.hosts.ssh_target import SshTarget
@@ -24,7 +24,7 @@ def trust(
     ask: Callable[[str], str] | None = None,
     say: Callable[[str], None] = print,
 ) -> None:
-    """Shows the key of the deployment's host, and of each jump before it, and writes what is trusted.
+    """Shows the key of each host of the deployment, and of each jump before it, and writes what is trusted.
 
     Args:
         config, overrides: the deployment.
@@ -35,7 +35,18 @@ def trust(
 
     Raises SlipstreamError when a key is not trusted, and HostUnreachable.
     """
-    target = ssh_target(load(config, overrides).deployment)
+    for deployment in each_deployment(load(config, overrides).deployment):
+        _trust(ssh_target(deployment), fingerprints, replace_changed, ask, say)
+
+
+def _trust(
+    target: SshTarget,
+    fingerprints: Sequence[str],
+    replace_changed: bool,
+    ask: Callable[[str], str] | None,
+    say: Callable[[str], None],
+) -> None:
+    """One host, and the way there."""
     for number, address in enumerate((*target.jumps, target.address)):
         way = replace(target, jumps=target.jumps[:number])
         key = shown_key(way, address)
@@ -79,26 +90,28 @@ def provision_host(
     lock: Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Environment:
-    """Installs Slipstream on the deployment's host, and says with which Python it runs there.
+    """Installs Slipstream on every host of the deployment, and says with which Python it runs there.
 
     Args:
         config, overrides: the deployment.
-        wheel: Slipstream's own; None: built from this checkout.
-        wheelhouse: folder of all wheels, for a host without a registry.
+        wheel: Slipstream's own; None: built from this checkout, once for all.
+        wheelhouse: folder of all wheels, for hosts without a registry.
         lock: file of the packages' hashes.
         say: told what happens.
 
-    Raises SlipstreamError.
+    Returns the environment of the first host. Raises SlipstreamError.
     """
-    deployment = load(config, overrides).deployment
-    host = open_host(deployment)
-    python = sys.executable if deployment.host.kind == "local" else deployment.host.python
-    try:
-        with TemporaryDirectory() as folder:
-            made = build_wheel(Path(folder)) if wheel is None else wheel
-            found = provision(host, made, python=python, wheelhouse=wheelhouse, lock=lock, say=say)
-    finally:
-        host.close()
-    say(f"{'found' if found.was_there else 'made'} environment {found.key} on {host.name}: {found.python}")
-    say(f"self-test: {found.self_test}")
-    return found
+    made = []
+    with TemporaryDirectory() as folder:
+        own = build_wheel(Path(folder)) if wheel is None else wheel
+        for deployment in each_deployment(load(config, overrides).deployment):
+            host = open_host(deployment)
+            python = sys.executable if deployment.host.kind == "local" else deployment.host.python
+            try:
+                found = provision(host, own, python=python, wheelhouse=wheelhouse, lock=lock, say=say)
+            finally:
+                host.close()
+            say(f"{'found' if found.was_there else 'made'} environment {found.key} on {host.name}: {found.python}")
+            say(f"self-test: {found.self_test}")
+            made.append(found)
+    return made[0]

@@ -24,6 +24,7 @@ from slipstream.engine.teacher_check import check_teacher
 from slipstream.tasks.conversations import CONVERSATIONS, ConversationRecord, read_conversations
 from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.registry import get_stage
+from slipstream.tasks.shares import done_stores
 from slipstream.tasks.stage import StageContext
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     check_some_supervised(usable, len(records))
 
     writer = StoreWriter(context.out / STORE, spec, skip=skip)
+    for other in done_stores(config, context.workdir):
+        if taken := writer.take(other):
+            context.say(f"{taken} conversations of share {other.parent.name} are taken over")
     resumed = len(writer.manifest.conversations)
     if resumed:
         context.say(f"{resumed} conversations of an interrupted run are kept, {len(usable) - resumed} remain")

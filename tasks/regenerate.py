@@ -21,6 +21,7 @@ from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.manifest import write_atomic
 from slipstream.tasks.prompts import load_prompts
 from slipstream.tasks.registry import get_stage
+from slipstream.tasks.shares import done_conversations, of_share
 from slipstream.tasks.stage import StageContext
 
 if TYPE_CHECKING:
@@ -40,13 +41,14 @@ def run(context: StageContext) -> dict[str, Any]:
     tokenizer = ChatTokenizer(model_dir)
     dialogues = start_dialogues(load_prompts(context.config.data.prompts), tokenizer, context.config.data)
     unsorted = context.out / UNSORTED
-    finished = resume_conversations(unsorted)
+    finished = done_conversations(context.config, context.workdir) | resume_conversations(unsorted)
     kept = len(finished)
-    todo = [d for d in dialogues if d.id not in finished]
+    mine = of_share(dialogues, context.config.data.share)
+    todo = [d for d in mine if d.id not in finished]
     if kept:
-        context.say(f"{kept} conversations of an interrupted run are kept, {len(todo)} remain")
+        context.say(f"{kept} conversations of an interrupted run or of shares are kept, {len(todo)} remain")
     answers = Answers(make_engine(model_dir, context.config), tokenizer, context.config.data)
-    asked = {d.id for d in dialogues}
+    asked = {d.id for d in mine}
     done = len(asked & finished.keys())
     with unsorted.open("a", encoding="utf-8") as file:
         for record in answers.of(todo):
@@ -56,7 +58,7 @@ def run(context: StageContext) -> dict[str, Any]:
             finished[record.id] = record
             done += record.id in asked
             speed = answers.tokens / max(answers.seconds, 1e-9)
-            context.progress(done, len(dialogues), tokens_per_second=round(speed, 1))
+            context.progress(done, len(mine), tokens_per_second=round(speed, 1))
 
     order = {d.id: n for n, d in enumerate(dialogues)}
     records = sorted(finished.values(), key=lambda r: (order[r.id.partition("#")[0]], r.id))

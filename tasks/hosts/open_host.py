@@ -29,6 +29,11 @@ def open_host(deployment: "Deployment") -> Host:
     )
 
 
+def each_deployment(deployment: "Deployment") -> "tuple[Deployment, ...]":
+    """The deployment once for every host that it names, the first one first."""
+    return tuple(deployment.model_copy(update={"host": host}) for host in deployment.host.each)
+
+
 def ssh_target(deployment: "Deployment") -> "SshTarget":
     """How to get to a far host. Raises SlipstreamError for this machine, and where fabric is not installed."""
     host = deployment.host
