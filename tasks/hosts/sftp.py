@@ -8,6 +8,7 @@ import paramiko
 from slipstream.tasks.hosts.host import Progress
 
 BLOCK_BYTES = 1 << 18
+FETCHED_BYTES = 1 << 15  # as paramiko asks ahead: longer reads search its list of answers and are 20 times slower
 
 
 class Sftp:
@@ -65,7 +66,7 @@ class Sftp:
             try:
                 while True:
                     with self.lock:
-                        block = file.read(BLOCK_BYTES)
+                        block = file.read(FETCHED_BYTES)
                     if not block:
                         return
                     out.write(block)
