@@ -13,7 +13,7 @@ FETCHED_BYTES = 1 << 15  # as paramiko asks ahead: longer reads search its list 
 
 class Sftp:
     """The channel for files of a connection, one call at a time: paramiko's client loses the answer to one thread when
-    another reads it. The lock is given back between two blocks, so that a log can be read beside a long transfer."""
+    another reads it. A fetch gives the lock back between two blocks, so that a log can be read beside it."""
 
     def __init__(self, client: paramiko.SFTPClient) -> None:
         self.client, self.lock = client, threading.RLock()
@@ -34,23 +34,18 @@ class Sftp:
     def send(self, source: Path, target: str, progress: Progress) -> None:
         """Writes what is missing at the end of `target`. Whoever else writes the same file writes the same bytes."""
         there = self.size(target)
-        with source.open("rb") as file:
-            with self.lock:
-                if there > source.stat().st_size:
-                    self.client.remove(target)
-                    there = 0
-                out = self.client.open(target, "r+b" if there else "wb")
+        # Locked to its end: an answer to a write under way that another call read would be waited for for ever.
+        with self.lock, source.open("rb") as file:
+            if there > source.stat().st_size:
+                self.client.remove(target)
+                there = 0
+            with self.client.open(target, "r+b" if there else "wb") as out:
                 out.set_pipelined(True)  # not one round trip a block
                 out.seek(there)
-            file.seek(there)
-            try:
+                file.seek(there)
                 while block := file.read(BLOCK_BYTES):
-                    with self.lock:
-                        out.write(block)
+                    out.write(block)
                     progress(file.tell())
-            finally:
-                with self.lock:
-                    out.close()
 
     def fetch(self, source: str, target: Path, progress: Progress) -> None:
         """Reads what is missing at the end of `target`."""
