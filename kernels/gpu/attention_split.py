@@ -64,7 +64,7 @@ _FEW = 4  # requests at a time: their latency counts, not the memory's rate; one
 
 
 def usual_cut(batch: int, fewest: int, tile: Tile) -> Cut:
-    """The cut for the card at hand. sm_120 has too little shared memory for two tiles.
+    """The cut for the card at hand. sm_120 has too little shared memory for two tiles, or two programs.
 
     More programs than multiprocessors: two must stand on one, or they come in two waves. So each has half its
     registers, the fewest tiles in flight, and the other program's work while it waits. SmolLM2-135M's 192 programs of
@@ -77,9 +77,10 @@ def usual_cut(batch: int, fewest: int, tile: Tile) -> Cut:
         fewest: programs that it needs, one a request, KV head and block of rows.
         tile: what they take at a time.
     """
-    if fewest > _CUT.programs and tile.registers is None and tile.warps >= 8:
+    roomy = SHARED_BYTES[architecture()] > 144 * 1024
+    if roomy and fewest > _CUT.programs and tile.registers is None and tile.warps >= 8:
         return replace(_CUT, early=1, stages=1, registers=REGISTERS // (2 * 32 * tile.warps))
-    return replace(_CUT, stages=3) if batch <= _FEW or SHARED_BYTES[architecture()] <= 144 * 1024 else _CUT
+    return replace(_CUT, stages=3) if batch <= _FEW or not roomy else _CUT
 
 
 def padded_dim(head_dim: int) -> int:

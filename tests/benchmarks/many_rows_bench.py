@@ -36,10 +36,7 @@ from slipstream.kernels.stream import Stream
 LAYERS, HIDDEN, INNER, VOCAB, HEADS = 30, 576, 1536, 49152, Heads(9, 3, 64)
 PRODUCTS = {(60, 576): "qkv", (36, 576): "o", (192, 576): "gate_up", (36, 1536): "down"}
 CUT_BEFORE = split.Cut()
-CUTS = {
-    "before": CUT_BEFORE,
-    "in force": split.usual_cut(64, 64 * HEADS.kv, split.tile_of(HEADS.dim, torch.bfloat16)),
-}
+CUTS = {"before": CUT_BEFORE, "in force": None}
 OLD_PROMPTS, NEW_PROMPTS = Override(wide=False, tiled=False), Override(tiled=True)
 BATCH, BLOCK, BLOCKS = 64, 16, 32
 began = time.monotonic()
@@ -210,7 +207,7 @@ def warm(num_steps: int) -> None:
 
 
 def attend(
-    chain: ManyRows, made: list[torch.Tensor], table: torch.Tensor, positions: torch.Tensor, cut: split.Cut
+    chain: ManyRows, made: list[torch.Tensor], table: torch.Tensor, positions: torch.Tensor, cut: split.Cut | None
 ) -> torch.Tensor:
     """QKV and attention of every layer, each reading what the one before wrote."""
     rows, stream = plan_rows(table, positions, BLOCK), Stream(chain.rows[:BATCH], None)

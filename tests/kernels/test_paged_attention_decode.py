@@ -144,13 +144,15 @@ def test_partials_stay_in_their_room(
     workspace.counters.zero_()
 
 
-def test_two_programs_share_an_sm_where_one_on_each_is_not_enough() -> None:
+def test_two_programs_share_an_sm_where_one_on_each_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     small, wide = (split.tile_of(head_dim, torch.bfloat16) for head_dim in (64, 128))
     assert split.usual_cut(44, 132, small).registers is None
     two = split.usual_cut(45, 135, small)
     assert 2 * 32 * small.warps * (two.registers or 255) <= split.REGISTERS
     assert (two.early, two.stages) == (1, 1)
     assert split.usual_cut(64, 512, wide) == split.usual_cut(16, 128, wide)  # it names its registers
+    monkeypatch.setattr(split, "architecture", lambda: 120)
+    assert split.usual_cut(45, 135, small).registers is None  # one program fills the SM's shared memory
 
 
 def test_a_size_that_was_launched_reserves_nothing_more(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
