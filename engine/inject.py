@@ -6,6 +6,7 @@ Served tokens stay right under every one of these faults, as in the incident.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.injection import Injection
 from slipstream.engine.layers import RowParallelLinear
-from slipstream.engine.models.dense import DenseLayer, DenseModel
+from slipstream.engine.layers.linear import AddPartial
+from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.models.target import TargetOutput
 from slipstream.engine.proposer import DraftBatch, Proposal
 from slipstream.kernels.stream import Stream
@@ -72,7 +74,7 @@ def _inject(engine: Engine, injection: Injection) -> None:
 def _change_states(engine: Engine, change: Callable[[States], States]) -> None:
     """Hands out `change(states)` instead of the captured states, of every forward pass of the target."""
     target = engine.target
-    assert isinstance(target, DenseModel)
+    assert isinstance(target, Decoder)
     original = target.forward
 
     def forward(*args: object, **kwargs: object) -> TargetOutput:
@@ -105,7 +107,7 @@ class _WrongPoint:
     """F5: one slot taken at another point of the stream: before the sum over ranks, unadded, or after a norm."""
 
     def __init__(self, engine: Engine, injection: Injection, kind: str) -> None:
-        assert isinstance(engine.target, DenseModel)
+        assert isinstance(engine.target, Decoder)
         (self.slot,) = _captured(engine, injection)
         self.target, self.kind = engine.target, kind
         self.seen: dict[str, torch.Tensor] = {}
@@ -119,17 +121,17 @@ class _WrongPoint:
             )
         reduce = self.target.embed_tokens.reduce
         if self.slot:
-            down_proj = self._layer(self.slot - 1).mlp.down_proj
-            down_proj.register_forward_hook(self._keep_last_add)
-            reduce = down_proj.reduce
+            last_add = self._layer(self.slot - 1).mlp.last_add
+            last_add.register_forward_hook(self._keep_last_add)
+            reduce = last_add.reduce
         reduce.register_forward_hook(self._keep_partial)
 
-    def _layer(self, index: int) -> DenseLayer:
-        layer = self.target.layers[index]
-        assert isinstance(layer, DenseLayer)
-        return layer
+    def _layer(self, index: int) -> Any:
+        return self.target.layers[index]
 
-    def _keep_last_add(self, layer: RowParallelLinear, args: tuple[torch.Tensor, Stream], _out: Stream) -> None:
+    def _keep_last_add(
+        self, layer: RowParallelLinear | AddPartial, args: tuple[torch.Tensor, Stream], _out: Stream
+    ) -> None:
         x, stream = args
         self.seen["residual"] = stream.rows
         if self.target.parallel.size == 1:  # else the reduce has been seen

@@ -8,7 +8,13 @@ from slipstream.kernels.paged_attention import AttentionRows, plan_rows
 
 
 class KVCache:
-    """Keys and values of every layer: `layers[i]` is [num_blocks, block_size, 2, kv_heads, head_dim].
+    """What attention keeps of every position: `layers[i]` is [num_blocks, block_size, *cell].
+
+    Args:
+        num_layers, num_blocks, block_size: in tokens.
+        cell: shape of what a layer keeps of a position. (2, kv_heads, head_dim): keys and values of this rank's heads.
+            (kv_rank + rope_dim,): a latent for all heads, on every rank.
+        dtype, device: of the cache.
 
     Zero-initialised: masked cells are still multiplied by a weight of 0, and 0 x NaN is NaN.
     """
@@ -18,13 +24,12 @@ class KVCache:
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
+        cell: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
         self.block_size = block_size
-        shape = (num_blocks, block_size, 2, num_kv_heads, head_dim)
+        shape = (num_blocks, block_size, *cell)
         self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
     def view(
@@ -40,7 +45,7 @@ class KVCache:
         return PagedKV(self, block_table, prefill, write_index)
 
     def read(self, blocks: list[int], length: int) -> torch.Tensor:
-        """Copy of the first `length` positions held by `blocks`: [layers, length, 2, kv_heads, head_dim]."""
+        """Copy of the first `length` positions held by `blocks`: [layers, length, *cell]."""
         index = torch.tensor(blocks, device=self.layers[0].device)
         return torch.stack([layer[index].flatten(0, 1)[:length] for layer in self.layers])
 

@@ -6,6 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.config_values import is_int, unsupported, wrong
+from slipstream.engine.deepseek_config import (
+    DEEPSEEK_ARCHITECTURES,
+    WRAPPER,
+    Experts,
+    Latent,
+    further_layers,
+    language_part,
+    read_deepseek,
+)
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
 from slipstream.engine.quantization import Quantization, read_quantization
@@ -49,7 +59,7 @@ _DENSE_FORMS: Mapping[str, DenseForm] = {
     ),
 }
 # What engine/loader.py can run; named here so that a plan can tell without torch.
-ARCHITECTURES = tuple(_DENSE_FORMS)
+ARCHITECTURES = (*_DENSE_FORMS, *DEEPSEEK_ARCHITECTURES)
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -78,6 +88,9 @@ class ModelConfig:
         quantization: which layers have INT4 weights; None: none.
         qk_norm: every query and key head passes an RMSNorm before the rotation.
         sliding_window: tokens that a position sees, itself included; None: all before it.
+        latent: of latent attention, None: of grouped KV heads. With it `head_dim` is the width of a key.
+        experts: the mixture of experts; None: every layer has a plain block.
+        further_layers: of the checkpoint, behind the last one; they predict further tokens and are not run.
     """
 
     architecture: str
@@ -99,6 +112,9 @@ class ModelConfig:
     quantization: Quantization | None = None
     qk_norm: bool = False
     sliding_window: int | None = None
+    latent: Latent | None = None
+    experts: Experts | None = None
+    further_layers: int = 0
 
     @classmethod
     def from_dir(cls, directory: str | Path) -> "ModelConfig":
@@ -113,6 +129,9 @@ class ModelConfig:
         raw = read_model_json(directory / "config.json")
         path = directory / "config.json"
         architecture = _architecture(path, raw)
+        deepseek = architecture in DEEPSEEK_ARCHITECTURES
+        if deepseek:
+            raw = {**language_part(path, raw, architecture)}
         form = _DENSE_FORMS.get(architecture, DenseForm())
         absent = [key for key in _NEEDED if raw.get(key) is None] + [key for key in form.needed if key not in raw]
         if absent:
@@ -123,10 +142,14 @@ class ModelConfig:
             )
         for key, known in {**_ASSUMED, **form.assumed}.items():
             if key in raw and raw[key] not in known:
-                raise _unsupported(path, key, raw[key], known[0])
+                raise unsupported(path, key, raw[key], known[0])
         kinds = {*(raw.get("layer_types") or ())} - {"full_attention"}
         if kinds:
-            raise _unsupported(path, "layer_types", sorted(kinds), "full_attention")
+            raise unsupported(path, "layer_types", sorted(kinds), "full_attention")
+        latent = experts = None
+        if deepseek:
+            latent, experts = read_deepseek(path, raw, _rope(path, raw))
+            raw["head_dim"] = latent.nope_dim + latent.rope_dim
         _check_values(path, raw)
         rope = _rope(path, raw)
         return cls(
@@ -149,6 +172,9 @@ class ModelConfig:
             quantization=read_quantization(directory / "config.json", raw),
             qk_norm=form.qk_norm,
             sliding_window=raw.get("sliding_window") if form.sliding_window else None,
+            latent=latent,
+            experts=experts,
+            further_layers=further_layers(raw) if deepseek else 0,
         )
 
 
@@ -165,7 +191,7 @@ def check_architecture(config: ModelConfig, directory: Path) -> None:
 def _architecture(path: Path, raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise _wrong(path, "architectures", names, "a list of names")
+        raise wrong(path, "architectures", names, "a list of names")
     return names[0] if names else "(none)"
 
 
@@ -175,7 +201,7 @@ def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if rope and scaling:
         ours, theirs = ({"rope_type": one.get("type", "default"), **one} for one in (rope, scaling))
         if any(ours[key] != theirs[key] for key in ours.keys() & theirs.keys() - {"type"}):
-            raise _wrong(
+            raise wrong(
                 path, "rope_scaling", scaling, f"the same as rope_parameters = {rope}, or one of the two alone"
             )
     rope = rope or scaling
@@ -183,9 +209,9 @@ def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     for key, value in rope.items():
         if isinstance(value, dict):
-            raise _unsupported(path, f"a rope of its own for {key}", value, "one for all layers")
+            raise unsupported(path, f"a rope of its own for {key}", value, "one for all layers")
     if rope.get("partial_rotary_factor") not in _ASSUMED["partial_rotary_factor"]:
-        raise _unsupported(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
+        raise unsupported(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default":
         return dict(rope)
     # The length before scaling: beside `rope_parameters` it goes before the one in it; without either it is the whole.
@@ -200,44 +226,24 @@ def _max_position(raw: Mapping[str, Any]) -> int:
 def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
     """Types, positive values, and head counts that divide; nothing is converted. Raises SlipstreamError."""
     for key in _COUNTS:
-        if raw.get(key) is not None and not (_is_int(raw[key]) and raw[key] > 0):
-            raise _wrong(path, key, raw[key], "an integer above 0")
+        if raw.get(key) is not None and not (is_int(raw[key]) and raw[key] > 0):
+            raise wrong(path, key, raw[key], "an integer above 0")
     rope = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
     for key, value in rope.items():
         if not isinstance(value, dict):
-            raise _wrong(path, key, value, "an object or null")
+            raise wrong(path, key, value, "an object or null")
     thetas = {f"{key}.rope_theta": value.get("rope_theta") for key, value in rope.items()}
     for key, value in {"rms_norm_eps": raw["rms_norm_eps"], "rope_theta": raw.get("rope_theta"), **thetas}.items():
-        if value is not None and not ((_is_int(value) or isinstance(value, float)) and 0 < value < math.inf):
-            raise _wrong(path, key, value, "a number above 0")
+        if value is not None and not ((is_int(value) or isinstance(value, float)) and 0 < value < math.inf):
+            raise wrong(path, key, value, "a number above 0")
     if not isinstance(raw.get("tie_word_embeddings"), bool | None):
-        raise _wrong(path, "tie_word_embeddings", raw["tie_word_embeddings"], "true or false")
+        raise wrong(path, "tie_word_embeddings", raw["tie_word_embeddings"], "true or false")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     if raw.get("head_dim") is None and hidden % heads:
-        raise _wrong(
-            path, "num_attention_heads", heads, f"a divisor of hidden_size = {hidden}, or a head_dim beside it"
-        )
+        raise wrong(path, "num_attention_heads", heads, f"a divisor of hidden_size = {hidden}, or a head_dim beside it")
     kv_heads = raw.get("num_key_value_heads") or heads
     if heads % kv_heads:
-        raise _wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _unsupported(path: Path, key: str, value: Any, known: Any) -> SlipstreamError:
-    return SlipstreamError(
-        f"{path} says {key} = {value!r}",
-        expected=f"{key} = {known!r}: this engine's layers have no other form yet",
-        do="use a target without it",
-    )
-
-
-def _wrong(path: Path, key: str, value: Any, expected: str) -> SlipstreamError:
-    return SlipstreamError(
-        f"{path} says {key} = {value!r}", expected=expected, do="correct the file, or copy the model directory again"
-    )
+        raise wrong(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
@@ -255,9 +261,12 @@ def eos_token_ids(directory: Path) -> tuple[int, ...]:
     """Every id that ends an answer, by config.json and generation_config.json, first mention first; often one."""
     ids: list[int] = []
     for name in ("config.json", "generation_config.json"):
-        value = read_model_json(directory / name).get("eos_token_id")
+        raw = read_model_json(directory / name)
+        value = raw.get("eos_token_id")
+        if value is None and raw.get("architectures") == [WRAPPER]:
+            value = (raw.get("text_config") or {}).get("eos_token_id")
         found = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(_is_int(token) for token in found):
-            raise _wrong(directory / name, "eos_token_id", value, "a token id, or a list of them")
+        if not all(is_int(token) for token in found):
+            raise wrong(directory / name, "eos_token_id", value, "a token id, or a list of them")
         ids += found
     return tuple(dict.fromkeys(ids))

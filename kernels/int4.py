@@ -105,14 +105,54 @@ def arrange(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4We
     return Int4Weight(words, scales.permute(0, 3, 2, 1).contiguous(), num_rows, half)  # [b, i, g, c] -> [b, c, g, i]
 
 
+def arrange_stack(packed: torch.Tensor, scale: torch.Tensor, count: int, half: int = 16) -> Int4Weight:
+    """`arrange` for `count` weights of equal shape below each other, one at a time, in the memory of the arguments.
+
+    Args:
+        packed: [count * N, K / 8] int32, contiguous; overwritten. N a multiple of 32.
+        scale: [count * N, K / group] bf16, contiguous; overwritten.
+        count: weights.
+        half: as in `arrange`.
+
+    Raises ValueError as `arrange`, before anything is overwritten.
+    """
+    check(packed, scale)
+    num_rows, features = packed.shape[0] // count, packed.shape[1] * _NIBBLES
+    if packed.shape[0] % count or num_rows % BLOCK or num_rows % (2 * half):
+        raise ValueError(
+            f"{packed.shape[0]} rows of {count} weights, half {half}: expected whole blocks of {BLOCK} rows each"
+        )
+    for words, scales in zip(packed.split(num_rows), scale.split(num_rows), strict=True):
+        weight = arrange(words, scales, half)
+        words.copy_(weight.words.view(words.shape))
+        scales.copy_(weight.scales.view(scales.shape))
+    blocks = packed.shape[0] // BLOCK
+    return Int4Weight(
+        packed.view(blocks, features // BLOCK, 8, 16), scale.view(blocks, scale.shape[1], 8, 4), packed.shape[0], half
+    )
+
+
 def disarrange(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse of `arrange`: (packed [N, K / 8] int32, scale [N, K / group] bf16)."""
+    rows, scales = _rows(weight)
+    return pack(rows - 8), scales.contiguous()
+
+
+def matrix(weight: Int4Weight) -> torch.Tensor:
+    """Integer x scale, exact: [N, K] fp32."""
+    rows, scales = _rows(weight)
+    grouped = (rows - 8).unflatten(1, (max(1, scales.shape[1]), -1))  # [N, K] -> [N, K / group, group]
+    return (grouped.float() * scales.float()[..., None]).flatten(1)
+
+
+def _rows(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """(nibbles 0..15 [N, K] int8, scales [N, K / group] bf16), rows and features in their own order."""
     blocks, chunks = weight.words.shape[:2]
     nibbles = torch.stack(_split(weight.words), dim=-1)  # [b, c, g, j] -> [b, c, g, j, (e i)]
     nibbles = nibbles.view(blocks, chunks, 8, 16, 2, 4).permute(0, 5, 2, 1, 3, 4)  # -> [b, i, g, c, j, e]
     rows = _from_blocks(nibbles.reshape(blocks * BLOCK, chunks * BLOCK), weight.half)
     scales = weight.scales.permute(0, 3, 2, 1).reshape(blocks * BLOCK, -1)  # [b, c, g, i] -> [b, i, g, c]
-    return pack(rows[: weight.num_rows] - 8), _from_blocks(scales, weight.half)[: weight.num_rows].contiguous()
+    return rows[: weight.num_rows], _from_blocks(scales, weight.half)[: weight.num_rows]
 
 
 def _to_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 
 from slipstream.kernels.dispatch import cuda_products, on_gpu
-from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
+from slipstream.kernels.int4 import Int4Weight, matrix
 from slipstream.kernels.linear import linear
 from slipstream.kernels.stream import Stream
 
@@ -28,4 +28,4 @@ def linear_int4(x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
         from slipstream.kernels.gpu.int4_linear import linear_int4 as on_card
 
         return on_card(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)  # [M, K] -> [M, N] -> [..., N]
-    return linear(x.float(), dequantise(*disarrange(weight))).to(x.dtype)
+    return linear(x.float(), matrix(weight)).to(x.dtype)

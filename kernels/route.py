@@ -62,7 +62,9 @@ def route(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[t
         from slipstream.kernels.gpu import route as gpu  # type: ignore[attr-defined]  # until it is written
 
         return gpu.route(logits, bias, routing)
-    scores = logits.sigmoid()  # [M, E]
+    # torch's fp32 sigmoid rounds otherwise in whole vectors than in what is left behind the last one, so that a row's
+    # bits would depend on how many rows there are. From fp64 both round to the same.
+    scores = logits.double().sigmoid().float()  # [M, E]
     choice = scores + bias
     if routing.groups > 1:
         parts = choice.unflatten(1, (routing.groups, -1))  # [M, E] -> [M, G, E / G]

@@ -3,7 +3,8 @@
 import torch
 
 from slipstream.kernels.cuda.pack import PackedWeight, unpack
-from slipstream.kernels.int4 import Int4Weight, dequantise, disarrange
+from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.int4 import matrix as int4_matrix
 
 # A tensor as checkpoints have it; the same bits in the order of the CUDA C++ kernels; 4-bit integers and scales.
 Weight = torch.Tensor | PackedWeight | Int4Weight
@@ -17,7 +18,7 @@ def as_matrix(weight: Weight, dtype: torch.dtype | None = None) -> torch.Tensor:
         dtype: None: that of the weight; of INT4 weights fp32, in which they are exact.
     """
     if isinstance(weight, Int4Weight):
-        matrix = dequantise(*disarrange(weight))
+        matrix = int4_matrix(weight)
     else:
         matrix = unpack(weight) if isinstance(weight, PackedWeight) else weight
     return matrix if dtype is None else matrix.to(dtype)

@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.layers.linear import unallocated
-from slipstream.engine.layers.quantized import quantise
+from slipstream.engine.layers.quantized import Int4Reader, quantise
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.packed_weights import pack_for_device
@@ -142,6 +142,7 @@ def _quantise(model: DenseModel, group: int, device: str, seed: int) -> None:
     readers = quantise(model, Quantization(group, ignore=("lm_head",)), device, lambda name: name)
     while readers:  # one after the other: each frees what it read
         reader = readers.pop()
+        assert isinstance(reader, Int4Reader)
         reader.packed.random_(-(2**31), 2**31, generator=generator)
         reader.scale.uniform_(0.003, 0.0056, generator=generator)  # integers -8..7 have a deviation of 4.6
         for place, part in zip(reader.shapes, reader.parts, strict=True):

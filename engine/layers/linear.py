@@ -4,6 +4,7 @@ Linear                      the whole weight on every rank
 ColumnParallelLinear        output features are cut: each rank makes its part of y
 MergedColumnParallelLinear  several of those with one input, run as one
 RowParallelLinear           input features are cut: each rank makes a partial sum of all of y, then they are reduced
+AddPartial                  the reduce alone, for partial sums that are made elsewhere
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from slipstream.engine.tensor_parallel import AllReduce, Cut, Shard, TensorParallel
+from slipstream.kernels.all_reduce_add import add
 from slipstream.kernels.linear_add import linear_add
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.stream import Norm, Stream
@@ -33,6 +35,11 @@ def unallocated() -> Iterator[None]:
         _device.reset(token)
 
 
+def new_weight(*shape: int, dtype: torch.dtype | None) -> nn.Parameter:
+    """An uninitialised weight; one without memory inside `unallocated`."""
+    return nn.Parameter(torch.empty(*shape, dtype=dtype, device=_device.get()))
+
+
 class Linear(nn.Module):
     """y = norm(x) W^T, no bias. weight: [out_features, in_features].
 
@@ -42,7 +49,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features, dtype=dtype, device=_device.get()))
+        self.weight: Any = new_weight(out_features, in_features, dtype=dtype)
 
     def forward(self, x: torch.Tensor, norm: Norm | None = None) -> torch.Tensor:
         """x [..., in_features], read through `norm` if there is one -> [..., out_features]."""
@@ -130,3 +137,19 @@ class RowParallelLinear(Linear):
 
     def shards(self) -> dict[str, Shard]:
         return {"weight": Shard.of(self.matrix(), 1, self.cut)}
+
+
+class AddPartial(nn.Module):
+    """The last step of a block that makes its partial sum itself: reduce over all ranks, add to the stream."""
+
+    def __init__(self, parallel: TensorParallel) -> None:
+        super().__init__()
+        self.reduce = AllReduce(parallel)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum, which is what `forward` gets: [M, h]."""
+        return x
+
+    def forward(self, x: torch.Tensor, stream: Stream) -> Stream:
+        """This rank's part [M, h] of the sum -> the stream [M, h] with the sum over all ranks added to it."""
+        return add(x, stream) if self.reduce.parallel.size == 1 else self.reduce.add_to(stream, x)

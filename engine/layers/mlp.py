@@ -20,6 +20,15 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, {"gate_proj": cut, "up_proj": cut}, dtype=dtype)
         self.down_proj = RowParallelLinear(cut, hidden_size, parallel, dtype=dtype)
 
+    @property
+    def last_add(self) -> nn.Module:
+        """What adds the block's output to the stream, for those who watch it: `reduce`, `partial`, called with it."""
+        return self.down_proj
+
+    def partial(self, stream: Stream, norm: Norm) -> torch.Tensor:
+        """This rank's part of what is added, [M, h]."""
+        return self.down_proj.partial(norm_gate_up(stream, norm, self.gate_up_proj.weight))
+
     def forward(self, stream: Stream, norm: Norm) -> Stream:
         """The stream of M rows behind the block."""
         return self.down_proj(norm_gate_up(stream, norm, self.gate_up_proj.weight), stream)

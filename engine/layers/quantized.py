@@ -5,19 +5,21 @@ layers that the checkpoint stores as INT4; what they read instead follows from t
 reads its own rows or groups. Once read, `layer.weight` is an `Int4Weight`, which every op takes as it takes a tensor.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers.attention import Attention
+from slipstream.engine.layers.experts import PARTS, RoutedExperts
 from slipstream.engine.layers.linear import Linear, MergedColumnParallelLinear
 from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.quantization import Quantization
 from slipstream.engine.tensor_parallel import Shard
-from slipstream.kernels.int4 import arrange
+from slipstream.kernels.expert_mlp import ExpertWeights
+from slipstream.kernels.int4 import arrange, arrange_stack
 
 _PER_WORD = 8
 
@@ -46,15 +48,18 @@ class Int4Reader:
     parts: tuple[Shard, ...]
     group: int
 
+    def on(self, device: torch.device | str) -> "Int4Reader":
+        """The same with memory there."""
+        packed, scale = (torch.empty_like(x, device=device) for x in (self.packed, self.scale))
+        return replace(self, packed=packed, scale=scale)
+
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name -> where it goes."""
         shards: dict[str, Shard] = {}
         row = 0
         for name, part, shape in zip(self.names, self.parts, self.shapes, strict=True):
             rows = slice(row, row + part.view.shape[0])
-            shards[f"{name}.weight_packed"] = _narrowed(part, self.packed[rows], _PER_WORD)
-            shards[f"{name}.weight_scale"] = _narrowed(part, self.scale[rows], self.group)
-            shards[f"{name}.weight_shape"] = Shard(shape, shape.shape, dtypes=(torch.int64, torch.int32))
+            shards |= _shards(name, part, self.packed[rows], self.scale[rows], shape, self.group)
             row = rows.stop
         return shards
 
@@ -69,9 +74,80 @@ class Int4Reader:
             raise _unreadable(f"{', '.join(self.names)}: {error}", "finite scales") from error
 
 
+@dataclass(frozen=True)
+class Int4ExpertsReader:
+    """The routed experts of one layer in the form on disk, while they are being read.
+
+    Args:
+        layer: that they are for.
+        name: of the layer in the checkpoint.
+        gate_up, down: packed and scale of all experts below each other, as in `ExpertWeights`: [E * 2 I, h / 8] int32
+            and [E * 2 I, h / group] bf16, [E * h, I / 8] and [E * h, I / group].
+        shapes: [E, 3, 2] int64, [out, in] of each whole part, as the checkpoint says.
+        parts: the shards of the dense weights, by name below the layer.
+        group: input features that share a scale.
+    """
+
+    layer: RoutedExperts
+    name: str
+    gate_up: tuple[torch.Tensor, torch.Tensor]
+    down: tuple[torch.Tensor, torch.Tensor]
+    shapes: torch.Tensor
+    parts: Mapping[str, Shard]
+    group: int
+
+    def on(self, device: torch.device | str) -> "Int4ExpertsReader":
+        """The same with memory there."""
+        gate_up, down = (
+            (torch.empty_like(packed, device=device), torch.empty_like(scale, device=device))
+            for packed, scale in (self.gate_up, self.down)
+        )
+        return replace(self, gate_up=gate_up, down=down)
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> where it goes."""
+        shards: dict[str, Shard] = {}
+        width = self.layer.cut.size
+        rows_of = {"gate_proj": (self.gate_up, 2 * width, 0), "up_proj": (self.gate_up, 2 * width, width)}
+        rows_of["down_proj"] = (self.down, self.down[0].shape[0] // self.layer.num, 0)
+        for expert in range(self.layer.num):
+            for place, part in enumerate(PARTS):
+                (packed, scale), step, first = rows_of[part]
+                dense, start = self.parts[f"{expert}.{part}.weight"], expert * step + first
+                rows = slice(start, start + dense.view.shape[0])
+                name, shape = f"{self.name}.{expert}.{part}", self.shapes[expert, place]
+                shards |= _shards(name, dense, packed[rows], scale[rows], shape, self.group)
+        return shards
+
+    def finish(self) -> None:
+        """Puts the weights into the layer, as `Int4Reader.finish`."""
+        whole = torch.tensor([list(self.parts[f"0.{part}.weight"].shape) for part in PARTS])  # [3, 2]
+        for expert, place in (self.shapes != whole).any(2).nonzero().tolist():
+            found, expected = self.shapes[expert, place].tolist(), whole[place].tolist()
+            raise _unreadable(
+                f"{self.name}.{expert}.{PARTS[place]}.weight_shape is {found}", f"{expected}, as config.json says"
+            )
+        for name, shard in self.shards().items():
+            # One look at all of a layer's scales first: it is rare that one must be found.
+            if bool(torch.isfinite(self.gate_up[1]).all() & torch.isfinite(self.down[1]).all()):
+                break
+            if name.endswith("scale") and not bool(torch.isfinite(shard.view).all()):
+                count = int((~torch.isfinite(shard.view)).sum())
+                raise _unreadable(f"{name}: {count} scales are not finite", "finite scales")
+        width, num = self.layer.cut.size, self.layer.num
+        try:
+            gate_up, down = arrange_stack(*self.gate_up, num, width), arrange_stack(*self.down, num)
+        except ValueError as error:
+            raise _unreadable(f"{self.name}: {error}", "experts in whole blocks") from error
+        self.layer.int4 = ExpertWeights(gate_up, down, num)
+
+
+Reader = Int4Reader | Int4ExpertsReader
+
+
 def quantise(
     model: nn.Module, quantization: Quantization, device: torch.device | str, checkpoint_name: Callable[[str], str]
-) -> list[Int4Reader]:
+) -> list[Reader]:
     """Takes the place of the weight from every layer of `model` that has an INT4 weight.
 
     Args:
@@ -86,21 +162,15 @@ def quantise(
     Raises SlipstreamError where a rank would hold a part of a group, or a merged layer is INT4 in some parts only.
     """
     halves = _halves(model)
-    readers = []
+    readers: list[Reader] = []
     for path, layer in model.named_modules():
+        if isinstance(layer, RoutedExperts):
+            readers += _experts_reader(layer, checkpoint_name(path), quantization, device)
         if not isinstance(layer, Linear):
             continue
         parts = tuple(layer.shards().values())
         names = tuple(checkpoint_name(name) for name in _names(path, layer))
-        covered = {name: quantization.covers(name) for name in names}
-        if len(set(covered.values())) > 1:
-            raise SlipstreamError(
-                "quantization_config.ignore divides layers that share their input: "
-                + ", ".join(f"{name} {'INT4' if int4 else 'not'}" for name, int4 in covered.items()),
-                expected="all of them INT4 or none",
-                do="use a checkpoint that ignores all of them or none",
-            )
-        if not covered[names[0]]:
+        if not _covered(names, quantization, "layers that share their input"):
             layer.weight = nn.Parameter(torch.empty_like(layer.weight, device=device))
             continue
         rows, columns = layer.weight.shape
@@ -120,6 +190,57 @@ def quantise(
             )
         )
     return readers
+
+
+def _covered(names: tuple[str, ...], quantization: Quantization, what: str) -> bool:
+    """Whether all of them have INT4 weights. Raises SlipstreamError where only some have."""
+    covered = {name: quantization.covers(name) for name in names}
+    if len(set(covered.values())) > 1:
+        odd = [next(name for name, int4 in covered.items() if int4 is value) for value in (True, False)]
+        shown = [name for name in names if len(names) <= len(PARTS) or name in odd]
+        raise SlipstreamError(
+            f"quantization_config.ignore divides {what}: "
+            + ", ".join(f"{name} {'INT4' if covered[name] else 'not'}" for name in shown),
+            expected="all of them INT4 or none",
+            do="use a checkpoint that ignores all of them or none",
+        )
+    return covered[names[0]]
+
+
+def _experts_reader(
+    layer: RoutedExperts, name: str, quantization: Quantization, device: torch.device | str
+) -> list[Reader]:
+    """The reader of a layer's experts, whose dense weights it takes away; none where they are not INT4."""
+    names = tuple(f"{name}.{expert}.{part}" for expert in range(layer.num) for part in PARTS)
+    if not _covered(names, quantization, "the experts of a layer"):
+        return []
+    parts, group = layer.shards(), quantization.group
+    for part in PARTS:
+        _check_groups(f"{name}.0.{part}", parts[f"0.{part}.weight"], group)
+    assert layer.gate_up is not None
+    assert layer.down is not None
+
+    def stack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = weight.shape[0] * weight.shape[1], weight.shape[2]  # [E, N, K] -> [E * N, K]
+        packed = torch.empty(rows, columns // _PER_WORD, dtype=torch.int32, device=device)
+        return packed, torch.empty(rows, columns // group, dtype=torch.bfloat16, device=device)
+
+    gate_up, down = stack(layer.gate_up), stack(layer.down)
+    layer.gate_up = layer.down = None
+    return [
+        Int4ExpertsReader(layer, name, gate_up, down, torch.zeros(layer.num, 3, 2, dtype=torch.int64), parts, group)
+    ]
+
+
+def _shards(
+    name: str, part: Shard, packed: torch.Tensor, scale: torch.Tensor, shape: torch.Tensor, group: int
+) -> dict[str, Shard]:
+    """Of one weight: checkpoint name -> where it goes. `part`: the shard of the dense weight."""
+    return {
+        f"{name}.weight_packed": _narrowed(part, packed, _PER_WORD),
+        f"{name}.weight_scale": _narrowed(part, scale, group),
+        f"{name}.weight_shape": Shard(shape, shape.shape, dtypes=(torch.int64, torch.int32)),
+    }
 
 
 def _halves(model: nn.Module) -> dict[Linear, int]:

@@ -27,7 +27,7 @@ from slipstream.engine.injection import parse_injections
 from slipstream.engine.kv_room import room_for
 from slipstream.engine.layers import Linear
 from slipstream.engine.loader import load_target
-from slipstream.engine.models.dense import DenseModel
+from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.packed_weights import describe, products_for
 from slipstream.engine.rank_group import CARD_SECONDS
 from slipstream.engine.sampling_params import SamplingParams
@@ -124,7 +124,7 @@ def build_engine(
 
 
 def check_draft_fits(
-    directory: Path, network: Eagle3Network, target: DenseModel, identity: TargetIdentity, skip: Collection[str] = ()
+    directory: Path, network: Eagle3Network, target: Decoder, identity: TargetIdentity, skip: Collection[str] = ()
 ) -> None:
     """The draft was made for this very target. Raises SlipstreamError (F8 shapes, F17 other weights or tokenizer)."""
     draft, model = network.config, target.config
@@ -160,7 +160,7 @@ class _StartClock:
         self.seconds[name], self._since = round(now - self._since, 3), now
 
 
-def probe_model(target: DenseModel, draft: Eagle3Network | None) -> RowInvariance:
+def probe_model(target: Decoder, draft: Eagle3Network | None) -> RowInvariance:
     """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
     if target.embed_tokens.weight.is_cuda:
         return RowInvariance(True, ON_GPU)
@@ -172,6 +172,8 @@ def probe_model(target: DenseModel, draft: Eagle3Network | None) -> RowInvarianc
     model, parallel = target.config, target.parallel
     heads = parallel.cut_heads(model.num_heads, model.num_kv_heads)
     attention = (max(1, heads.q.size), max(1, heads.kv.size), model.head_dim)  # a rank without heads probes one
+    if model.latent is not None:
+        attention = (attention[0], 1, model.latent.cell)  # every head reads the latents
     own = probe(target.embed_tokens.weight.dtype, shapes, attention=attention)
     if parallel.size == 1:
         return own
@@ -242,7 +244,7 @@ def effective_settings(
         "rounds_in_flight": config.in_flight,
         "matrix_products": describe(
             products_for(config.device),
-            engine.target if isinstance(engine.target, DenseModel) else None,
+            engine.target if isinstance(engine.target, Decoder) else None,
             proposer.network if isinstance(proposer, Eagle3Proposer) else None,
         ),
         "start_seconds": dict(start_seconds),

@@ -11,7 +11,7 @@ from torch import nn
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.loader import tensor_files
+from slipstream.engine.tensor_files import tensor_files
 from slipstream.engine.training.data import ConversationSource
 from slipstream.engine.training.least_squares import warm_start
 

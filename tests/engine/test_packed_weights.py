@@ -16,12 +16,13 @@ from slipstream.engine.drafts.eagle3.checkpoint import to_tensors
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.layers import Linear
-from slipstream.engine.loader import load_target, parameter_shards
+from slipstream.engine.loader import load_target
 from slipstream.engine.packed_weights import describe, pack_for_device, pack_weights
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_build import probe_model
+from slipstream.engine.tensor_files import parameter_shards
 from slipstream.kernels import dispatch, linear, linear_add, matrix_products, norm_gate_up, norm_linear, norm_qkv
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.matrix_products import MatrixProducts

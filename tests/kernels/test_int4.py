@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.kernels.int4 import arrange, dequantise, disarrange, pack, unpack
+from slipstream.kernels.int4 import arrange, arrange_stack, dequantise, disarrange, matrix, pack, unpack
 from slipstream.kernels.linear import linear
 from slipstream.kernels.weight import as_matrix
 
@@ -149,3 +149,20 @@ def test_a_rows_bits_do_not_depend_on_its_neighbours(dtype: torch.dtype) -> None
         alone = torch.cat([linear(row[None], weight) for row in x])
         for count in (2, 3, 5, 16, 33, 128):
             assert torch.equal(linear(x[:count], weight), alone[:count])
+
+
+@pytest.mark.parametrize(("count", "rows", "columns", "half"), [(3, 64, 96, 16), (2, 64, 32, 32), (4, 96, 64, 48)])
+def test_a_stack_is_each_weight_arranged_in_the_memory_it_had(count, rows, columns, half):
+    generator = torch.Generator().manual_seed(7)
+    packed = pack(torch.randint(-8, 8, (count * rows, columns), generator=generator))
+    scale = torch.rand(count * rows, columns // 32, generator=generator).bfloat16()
+    each = [arrange(p, s, half) for p, s in zip(packed.split(rows), scale.split(rows), strict=True)]
+    words, scales = packed.clone(), scale.clone()
+    stack = arrange_stack(words, scales, count, half)
+    assert (stack.words.data_ptr(), stack.scales.data_ptr()) == (words.data_ptr(), scales.data_ptr())
+    assert torch.equal(stack.words, torch.cat([one.words for one in each]))
+    assert torch.equal(stack.scales, torch.cat([one.scales for one in each]))
+    assert torch.equal(matrix(stack), dequantise(packed, scale))
+    assert all(torch.equal(a, b) for a, b in zip(disarrange(stack), (packed, scale), strict=True))
+    with pytest.raises(ValueError, match="whole blocks of 32 rows"):
+        arrange_stack(packed[: count * 16], scale[: count * 16], count)

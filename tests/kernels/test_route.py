@@ -54,7 +54,7 @@ def test_logits_are_not_rounded_and_rows_do_not_depend_on_their_number(dtype):
     assert torch.allclose(logits.double(), x.double() @ weight.double().T, atol=1e-4)
     routing = Routing(4)
     together = route(logits, torch.zeros(16), routing)
-    for count in (1, 2, 3, 5, 33):
+    for count in (1, 2, 3, 5, 33):  # 16 experts: one row is less than what torch takes at once
         alone = router_logits(x[:count], weight)
         assert torch.equal(alone, logits[:count])
         for one, all_ in zip(route(alone, torch.zeros(16), routing), together, strict=True):

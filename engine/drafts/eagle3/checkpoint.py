@@ -21,8 +21,9 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
-from slipstream.engine.loader import known_forms, parameter_shards
+from slipstream.engine.loader import known_forms
 from slipstream.engine.packed_weights import pack_for_device
+from slipstream.engine.tensor_files import parameter_shards
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 
 WEIGHTS = "model.safetensors"

@@ -46,7 +46,7 @@ class Eagle3Proposer:
         """Makes the draft's cache, under the block numbers of the target's."""
         heads, device = self.network.midlayer.self_attn.heads, self.network.d2t.device
         blocks, size = config.total_blocks, config.block_size_tokens
-        self.cache = KVCache(1, blocks, size, heads.kv, heads.dim, dtype, device)
+        self.cache = KVCache(1, blocks, size, (2, heads.kv, heads.dim), dtype, device)
 
     def begin(self, slot: int, request_id: str) -> None:
         """Nothing: what an earlier request left in the cache is overwritten before it is read."""

@@ -1,0 +1,120 @@
+"""Multi-head latent attention (MLA) of one layer: this rank's heads over a cache of latents that every rank holds."""
+
+import torch
+from torch import nn
+
+from slipstream.engine.deepseek_config import Latent
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+from slipstream.engine.layers.norm import RMSNorm
+from slipstream.engine.tensor_parallel import Cut, TensorParallel
+from slipstream.kernels.head_linear import head_linear
+from slipstream.kernels.latent_rows import absorb_query, rotate_query, write_latent
+from slipstream.kernels.mla_attention import mla_attention, mla_prefill
+from slipstream.kernels.norm_linear import norm_linear
+from slipstream.kernels.norm_qkv import Heads
+from slipstream.kernels.paged_attention import AttentionRows
+from slipstream.kernels.stream import Norm, Stream
+
+# Of the two norms inside; `rms_norm_eps` is that of the other norms. As transformers and the models' own code have it.
+_INNER_EPS = 1e-6
+
+
+class LatentAttention(nn.Module):
+    """Norm, projections through latents, rotation, attention, output projection, add.
+
+    Decode and verify are absorbed: queries go to the latents, which are keys and values of all heads. Prompts expand
+    the latents to keys and values of each head, which is less work for many rows. The two round differently.
+
+    Args:
+        hidden_size: width of the stream.
+        num_heads: of the whole layer, all ranks together.
+        latent: shapes.
+        parallel: the ranks.
+
+    The checkpoint rotates neighbours (2 i, 2 i + 1) of a rope part. `prepare` puts its rows in another order, of
+    queries and keys alike, so that the half-split rotation of every other layer applies; dot products do not change.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        latent: Latent,
+        parallel: TensorParallel,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.latent, c = latent, latent
+        cut = parallel.cut(num_heads)
+        self.heads = Heads(cut.size, cut.size, c.nope_dim + c.rope_dim)
+        whole = {"q_a_proj": Cut.whole(c.q_rank), "kv_a_proj_with_mqa": Cut.whole(c.cell)}
+        self.qkv_a_proj = MergedColumnParallelLinear(hidden_size, whole, dtype=dtype)  # [q_rank + cell, h], every rank
+        self.q_a_layernorm = RMSNorm(c.q_rank, _INNER_EPS, dtype=dtype)
+        self.q_b_proj = ColumnParallelLinear(c.q_rank, cut.times(self.heads.dim), dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(c.kv_rank, _INNER_EPS, dtype=dtype)
+        self.kv_b_proj = ColumnParallelLinear(c.kv_rank, cut.times(c.nope_dim + c.value_dim), dtype=dtype)
+        self.o_proj = RowParallelLinear(cut.times(c.value_dim), hidden_size, parallel, dtype=dtype)
+        self.key_up: torch.Tensor  # [H, kv_rank, nope], from kv_b_proj by `prepare`
+        self.value_up: torch.Tensor  # [H, v, kv_rank], likewise
+        self.register_buffer("key_up", None, persistent=False)
+        self.register_buffer("value_up", None, persistent=False)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Once, when the weights are there: the order of rope rows, and the two halves of `kv_b_proj` by heads.
+
+        Raises SlipstreamError for weights that are not plain.
+        """
+        c, plain = self.latent, nn.Parameter
+        if not all(isinstance(layer.weight, plain) for layer in (self.qkv_a_proj, self.q_b_proj, self.kv_b_proj)):
+            raise SlipstreamError(
+                "quantization_config covers the projections of latent attention",
+                expected="them in its ignore list: this engine has no INT4 form of them",
+                do="use a checkpoint with plain attention weights",
+            )
+        order = (
+            torch.arange(c.rope_dim, device=self.q_b_proj.weight.device).view(-1, 2).T.flatten()
+        )  # 0 2 4 .. 1 3 5 ..
+        keys = self.qkv_a_proj.weight.data[-c.rope_dim :]  # [rope, h]
+        keys.copy_(keys[order])
+        queries = self.q_b_proj.weight.data.unflatten(0, (self.heads.q, -1))[:, c.nope_dim :]  # [H, rope, q_rank]
+        queries.copy_(queries[:, order])
+        parts = self.kv_b_proj.weight.data.unflatten(0, (self.heads.q, c.nope_dim + c.value_dim))  # [H, nope + v, rank]
+        self.key_up = parts[:, : c.nope_dim].transpose(1, 2).contiguous()
+        self.value_up = parts[:, c.nope_dim :].contiguous()
+
+    def forward(
+        self,
+        stream: Stream,
+        norm: Norm,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: torch.Tensor,
+        rows: AttentionRows,
+    ) -> Stream:
+        """The stream of M = B * R rows with the block's output added.
+
+        Args:
+            stream: M rows of width hidden_size.
+            norm: through which they are read.
+            cos, sin: [M, rope_dim] of the rows' positions.
+            cache: [num_blocks, block_size, cell]; the rows' cells are written.
+            rows: of the step.
+        """
+        c, heads, shape = self.latent, self.heads, rows.positions.shape
+        made = norm_linear(stream, norm, self.qkv_a_proj.weight)  # [M, q_rank + cell]
+        queries = Stream(made[:, : c.q_rank].contiguous())
+        q = norm_linear(queries, self.q_a_layernorm.constants, self.q_b_proj.weight)  # [M, H * (nope + rope)]
+        q = q.view(-1, heads.q, heads.dim)  # [M, H, nope + rope]
+        write_latent(made[:, c.q_rank :], self.kv_a_layernorm.constants, cos, sin, cache, rows.write_index)
+        if rows.prefill:
+            q = rotate_query(q, cos, sin).view(*shape, heads.q, heads.dim)  # [M, H, d] -> [B, R, H, d]
+            mixed = mla_prefill(q, cache, rows, c.scale, self.kv_b_proj.weight, c.nope_dim, c.value_dim)
+            mixed = mixed.flatten(0, 1)  # [B, R, H, v] -> [M, H, v]
+        else:
+            q = absorb_query(q, self.key_up, cos, sin).view(*shape, heads.q, c.cell)  # [M, H, cell] -> [B, R, H, cell]
+            latents = mla_attention(q, cache, rows, c.scale, c.kv_rank)  # [B, R, H, kv_rank]
+            mixed = head_linear(latents.flatten(0, 1), self.value_up)  # [M, H, kv_rank] -> [M, H, v]
+        return self.o_proj(mixed.flatten(1), stream)  # [M, H, v] -> [M, H * v] -> [M, h]

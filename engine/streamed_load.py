@@ -1,0 +1,223 @@
+"""Loads a large target layer by layer: a rank reads its own part of each tensor, and a layer is whole before the next.
+
+What the files hold is compared with what the model wants from their headers alone, so that a checkpoint that does not
+fit is refused before a layer takes memory. Then a layer gets its memory, is read, checked and put into the order of
+the kernels; memory for more than one layer's form on disk is never taken.
+"""
+
+import logging
+import re
+import resource
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from slipstream.engine.deepseek_config import WRAPPER
+from slipstream.engine.layers.quantized import Reader, quantise
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.deepseek import DeepseekModel
+from slipstream.engine.quantization import Quantization
+from slipstream.engine.tensor_files import differ, parameter_shards
+from slipstream.engine.tensor_parallel import Shard
+
+_log = logging.getLogger(__name__)
+_SECONDS_BETWEEN_LINES = 5.0
+_DTYPES = {
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+@dataclass(frozen=True)
+class CheckpointNames:
+    """How a checkpoint spells the names of a model.
+
+    Args:
+        prefix: before every name.
+        skipped: what a tensor is for that is passed over -> an expression for its whole name.
+    """
+
+    prefix: str = ""
+    skipped: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "CheckpointNames":
+        """By architecture."""
+        prefix = "language_model." if config.architecture == WRAPPER else ""
+        skipped = {}
+        if prefix:
+            skipped["vision (text only)"] = re.compile(r"(vision_tower|mm_projector)\..+")
+        if config.further_layers:
+            last = config.num_layers + config.further_layers
+            numbers = "|".join(str(number) for number in range(config.num_layers, last))
+            what = "prediction of further tokens (a draft takes its place)"
+            skipped[what] = re.compile(rf"{re.escape(prefix)}model\.layers\.({numbers})\..+")
+        rope = rf"{re.escape(prefix)}model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+        skipped["rope frequencies (they follow from the config)"] = re.compile(rope)
+        return cls(prefix, skipped)
+
+    def name(self, path: str) -> str:
+        """A path in the model -> its name in the checkpoint."""
+        return self.prefix + (path if path.partition(".")[0] == "lm_head" else f"model.{path}")
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What loading took.
+
+    Args:
+        read_bytes: of this rank's parts of the tensors, as they lie in the files.
+        seconds: wall time of reading, checking and arranging.
+        peak_host_bytes: most memory that the process has ever had resident, mapped pages of the files included.
+        skipped: what tensors were for that were passed over -> how many.
+    """
+
+    read_bytes: int
+    seconds: float
+    peak_host_bytes: int
+    skipped: Mapping[str, int]
+
+    def __str__(self) -> str:
+        passed = "".join(f"; passed over: {count} tensors, {what}" for what, count in self.skipped.items())
+        return (
+            f"read {self.read_bytes / 1e9:.3f} GB in {self.seconds:.1f} s ({self.read_bytes / 1e9 / self.seconds:.2f} "
+            f"GB/s), peak host memory {self.peak_host_bytes / 2**30:.2f} GiB{passed}"
+        )
+
+
+def load_streamed(
+    model: DeepseekModel,
+    files: Mapping[str, Sequence[str]],
+    names: CheckpointNames,
+    quantization: Quantization | None,
+    device: torch.device | str,
+) -> None:
+    """Fills a model that was made under `unallocated`, and leaves a `LoadReport` with it; logs progress.
+
+    Args:
+        model: of this rank.
+        files: path -> tensor names, from `tensor_files`.
+        names: of the checkpoint.
+        quantization: which layers have INT4 weights; None: none.
+        device: where the weights go.
+
+    Raises SlipstreamError that lists what is missing, left over, misshaped or of a dtype that cannot be; and for a
+    weight that cannot be (a scale that is not finite), before the layers behind it take memory.
+    """
+    began = time.perf_counter()
+    units = dict(_units(model))
+    readers = {path: _readers(path, unit, names, quantization) for path, unit in units.items()}
+    expected: dict[str, Shard] = {}
+    for path, unit in units.items():
+        expected |= _shards(path, unit, names, readers[path])
+    places, skipped = _compare(files, expected, names.skipped)
+    total, done, told = sum(_file_bytes(shard) for shard in expected.values()), 0, began
+    rank = f"rank {model.parallel.rank} of {model.parallel.size}"
+    for path, unit in units.items():
+        _allocate(unit, device)
+        own = [reader.on(device) for reader in readers.pop(path)]
+        done += _read(_shards(path, unit, names, own), places)
+        for reader in own:
+            reader.finish()
+        now = time.perf_counter()
+        if now - told > _SECONDS_BETWEEN_LINES:
+            told = now
+            speed = done / 1e9 / (now - began)
+            _log.info("%s: %s read, %.1f of %.1f GB, %.2f GB/s", rank, path, done / 1e9, total / 1e9, speed)
+    model.prepare()
+    seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    model.load_report = LoadReport(done, seconds, peak, skipped)
+    _log.info("%s: %s", rank, model.load_report)
+
+
+def _units(model: DeepseekModel) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) in the order of reading."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{index}", layer) for index, layer in enumerate(child))
+        else:
+            yield name, child
+
+
+def _readers(path: str, unit: nn.Module, names: CheckpointNames, quantization: Quantization | None) -> Sequence[Reader]:
+    """Of a unit's INT4 weights, without memory yet."""
+    if quantization is None:
+        return ()
+    return quantise(unit, quantization, "meta", lambda below: names.name(_join(path, below)))
+
+
+def _shards(path: str, unit: nn.Module, names: CheckpointNames, readers: Sequence[Reader]) -> dict[str, Shard]:
+    shards = {names.name(_join(path, below)): shard for below, shard in parameter_shards(unit).items()}
+    for reader in readers:
+        shards |= reader.shards()
+    return shards
+
+
+def _join(path: str, below: str) -> str:
+    return ".".join(filter(None, (path, below)))
+
+
+def _compare(
+    files: Mapping[str, Sequence[str]], expected: Mapping[str, Shard], skipped: Mapping[str, re.Pattern[str]]
+) -> tuple[dict[str, str], dict[str, int]]:
+    """From headers alone: (name -> its file, what was skipped -> how many). Raises SlipstreamError as said above."""
+    places: dict[str, str] = {}
+    passed: dict[str, int] = {}
+    faults: list[str] = []
+    for path, names in files.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                rule = next((what for what, pattern in skipped.items() if pattern.fullmatch(name)), None)
+                if rule is not None:
+                    passed[rule] = passed.get(rule, 0) + 1
+                    continue
+                found = file.get_slice(name)
+                shape, dtype = list(found.get_shape()), found.get_dtype()
+                shard = expected.get(name)
+                if shard is None:
+                    faults.append(f"not used: {name} {shape}")
+                    continue
+                places[name] = path
+                if dtype not in (known := [_DTYPES[one] for one in shard.dtypes]):
+                    faults.append(f"dtype: {name} is {dtype}, expected {' or '.join(known)}")
+                elif shape != list(shard.shape):
+                    faults.append(f"shape: {name} is {shape}, the config says {list(shard.shape)}")
+    faults += [f"missing: {name} {list(expected[name].shape)}" for name in sorted(set(expected) - set(places))]
+    if faults:
+        raise differ(faults)
+    return places, passed
+
+
+def _allocate(unit: nn.Module, device: torch.device | str) -> None:
+    """Memory for what was made without."""
+    for module in unit.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                setattr(module, name, nn.Parameter(torch.empty_like(parameter, device=device)))
+
+
+def _read(shards: Mapping[str, Shard], places: Mapping[str, str]) -> int:
+    """Fills the shards; bytes that this rank took from the files, which are mapped: only its own pages are read."""
+    by_file: dict[str, list[str]] = {}
+    for name in shards:
+        by_file.setdefault(places[name], []).append(name)
+    count = 0
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                part = shards[name].take(file.get_tensor(name))
+                shards[name].view.copy_(part)
+                count += part.nbytes
+    return count
+
+
+def _file_bytes(shard: Shard) -> int:
+    """About what a rank reads of a tensor: its part, in the first dtype that the file may have it in."""
+    return shard.view.numel() * shard.dtypes[0].itemsize
