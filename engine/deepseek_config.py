@@ -36,6 +36,7 @@ _ASSUMED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "pretraining_tp": (1, None),
     "ep_size": (1, None),
+    "tie_word_embeddings": (False, None),
 }
 # Read here or by model_config.py.
 _READ = (
@@ -53,7 +54,6 @@ _READ = (
     "rope_parameters",
     "max_position_embeddings",
     "original_max_position_embeddings",
-    "tie_word_embeddings",
     "bos_token_id",
     "eos_token_id",
     "dtype",

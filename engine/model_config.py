@@ -146,12 +146,12 @@ class ModelConfig:
         kinds = {*(raw.get("layer_types") or ())} - {"full_attention"}
         if kinds:
             raise unsupported(path, "layer_types", sorted(kinds), "full_attention")
+        _check_values(path, {**raw, "head_dim": 1} if deepseek else raw)  # its heads have two parts, checked below
+        rope = _rope(path, raw)
         latent = experts = None
         if deepseek:
-            latent, experts = read_deepseek(path, raw, _rope(path, raw))
+            latent, experts = read_deepseek(path, raw, rope)
             raw["head_dim"] = latent.nope_dim + latent.rope_dim
-        _check_values(path, raw)
-        rope = _rope(path, raw)
         return cls(
             architecture=architecture,
             vocab_size=raw["vocab_size"],
@@ -201,9 +201,7 @@ def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if rope and scaling:
         ours, theirs = ({"rope_type": one.get("type", "default"), **one} for one in (rope, scaling))
         if any(ours[key] != theirs[key] for key in ours.keys() & theirs.keys() - {"type"}):
-            raise wrong(
-                path, "rope_scaling", scaling, f"the same as rope_parameters = {rope}, or one of the two alone"
-            )
+            raise wrong(path, "rope_scaling", scaling, f"the same as rope_parameters = {rope}, or one of the two alone")
     rope = rope or scaling
     if rope is None:
         return None

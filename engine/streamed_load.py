@@ -17,6 +17,8 @@ from safetensors import safe_open
 from torch import nn
 
 from slipstream.engine.deepseek_config import WRAPPER
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.layers.latent_attention import PLAIN
 from slipstream.engine.layers.quantized import Reader, quantise
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.deepseek import DeepseekModel
@@ -112,6 +114,7 @@ def load_streamed(
     weight that cannot be (a scale that is not finite), before the layers behind it take memory.
     """
     began = time.perf_counter()
+    _check_attention(model, names, quantization)
     units = dict(_units(model))
     readers = {path: _readers(path, unit, names, quantization) for path, unit in units.items()}
     expected: dict[str, Shard] = {}
@@ -135,6 +138,21 @@ def load_streamed(
     seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     model.load_report = LoadReport(done, seconds, peak, skipped)
     _log.info("%s: %s", rank, model.load_report)
+
+
+def _check_attention(model: DeepseekModel, names: CheckpointNames, quantization: Quantization | None) -> None:
+    """Raises SlipstreamError where a weight of latent attention is INT4 that must be plain."""
+    if quantization is None:
+        return
+    for index, _ in enumerate(model.layers):
+        for part in PLAIN:
+            name = names.name(f"layers.{index}.self_attn.{part}")
+            if quantization.covers(name):
+                raise SlipstreamError(
+                    f"quantization_config says that {name} is INT4",
+                    expected="it in the ignore list: this engine has no INT4 form of latent attention",
+                    do="use a checkpoint with plain attention weights",
+                )
 
 
 def _units(model: DeepseekModel) -> Iterator[tuple[str, nn.Module]]:

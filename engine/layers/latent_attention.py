@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 from slipstream.engine.deepseek_config import Latent
-from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from slipstream.engine.layers.norm import RMSNorm
 from slipstream.engine.tensor_parallel import Cut, TensorParallel
@@ -16,6 +15,8 @@ from slipstream.kernels.norm_qkv import Heads
 from slipstream.kernels.paged_attention import AttentionRows
 from slipstream.kernels.stream import Norm, Stream
 
+# Parts that have plain weights: `prepare` rearranges them.
+PLAIN = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
 # Of the two norms inside; `rms_norm_eps` is that of the other norms. As transformers and the models' own code have it.
 _INNER_EPS = 1e-6
 
@@ -63,17 +64,8 @@ class LatentAttention(nn.Module):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Once, when the weights are there: the order of rope rows, and the two halves of `kv_b_proj` by heads.
-
-        Raises SlipstreamError for weights that are not plain.
-        """
-        c, plain = self.latent, nn.Parameter
-        if not all(isinstance(layer.weight, plain) for layer in (self.qkv_a_proj, self.q_b_proj, self.kv_b_proj)):
-            raise SlipstreamError(
-                "quantization_config covers the projections of latent attention",
-                expected="them in its ignore list: this engine has no INT4 form of them",
-                do="use a checkpoint with plain attention weights",
-            )
+        """Once, when the weights are there: the order of rope rows, and the two halves of `kv_b_proj` by heads."""
+        c = self.latent
         order = (
             torch.arange(c.rope_dim, device=self.q_b_proj.weight.device).view(-1, 2).T.flatten()
         )  # 0 2 4 .. 1 3 5 ..

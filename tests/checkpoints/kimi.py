@@ -129,7 +129,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor], config: dict[str, A
 
 
 def _config(text: dict[str, Any], wrapper: bool, quantization: dict[str, Any] | None) -> dict[str, Any]:
-    text = {**text, **EXTRA, "rope_theta": THETA, "rope_scaling": ROPE, "torch_dtype": "bfloat16"}
+    text = {**EXTRA, "rope_theta": THETA, "rope_scaling": ROPE, "torch_dtype": "bfloat16", **text}
     if quantization is not None:
         text["quantization_config"] = quantization
     text |= {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2" if wrapper else "deepseek_v3"}

@@ -135,13 +135,13 @@ def _answer(engine: Engine, case: Case) -> Served:
     logits = [r.draft_logits[: r.num_valid] for t in traces for r in t.rounds if r.draft_logits is not None]
     if logits:
         tensors["draft logits"] = torch.cat(logits)
-    heads = engine.target.layers[0].self_attn.heads
+    heads, cache = engine.target.layers[0].self_attn.heads, engine.runner.cache.layers[0]
     return Served(
         [answer.token_ids for answer in answers],
         tensors,
         {k: counts.to_dict() for k, counts in engine.stats.acceptance.items()},
         (heads.q, heads.kv),
-        engine.runner.cache.layers[0].shape[3],
+        cache.shape[3] if cache.dim() == 5 else 0,  # 0: one latent for all heads
     )
 
 
@@ -296,3 +296,13 @@ def serve_on_cards(parallel: TensorParallel, case: Case, faults: Sequence[str] =
     assert engine.captures_after_ready == 0
     assert carrier_name(parallel) in (None, "peer memory", "NCCL")
     return served, served.bits()
+
+
+def loaded(parallel: TensorParallel, target_dir: str) -> tuple[int, int, dict[str, int]]:
+    """Of a target read layer by layer: bytes that this rank read, bytes that it holds, what it passed over."""
+    target: Any = load_target(target_dir, "bfloat16", parallel=parallel)
+    held = sum(parameter.nbytes for parameter in target.parameters())
+    for layer in target.layers:
+        int4 = getattr(getattr(layer.mlp, "experts", None), "int4", None)
+        held += 0 if int4 is None else int4.gate_up.nbytes + int4.down.nbytes
+    return target.load_report.read_bytes, held, dict(target.load_report.skipped)
