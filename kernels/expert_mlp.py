@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.kernels.dispatch import on_gpu
+from slipstream.kernels.expert_lists import ExpertLists
 from slipstream.kernels.int4 import BLOCK, Int4Weight
 from slipstream.kernels.linear import linear
 from slipstream.kernels.silu_mul import silu_mul
@@ -40,6 +41,7 @@ def expert_mlp(
     gates: torch.Tensor,
     add: torch.Tensor | None = None,
     prefill: bool = False,
+    lists: ExpertLists | None = None,
 ) -> torch.Tensor:
     """y[m] = sum over j of gates[m, j] * down_e(silu(gate_e(x[m])) * up_e(x[m])) with e = ids[m, j], and `add`.
 
@@ -54,14 +56,15 @@ def expert_mlp(
         gates: [M, k] fp32.
         add: [M, h] in the dtype of `x`, such as the shared expert's output.
         prefill: the rows are part of a prompt. On a GPU the kernel is chosen by this, never by the number of rows.
+        lists: of the pairs by expert, where the router made them (`choose_experts`); else kernels make them of `ids`.
 
     Returns:
         [M, h] in the dtype of `x`.
     """
     if on_gpu(x):
-        from slipstream.kernels.gpu import expert_mlp as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.cuda import experts
 
-        return gpu.expert_mlp(x, weights, ids, gates, add, prefill)
+        return experts.expert_mlp(x, weights, ids, gates, add, prefill, lists)
     outputs = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)  # [M, k, h]
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)  # [n] each

@@ -40,9 +40,9 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [M, E] fp32; a row's bits as in `linear`.
     """
     if on_gpu(x):
-        from slipstream.kernels.gpu import route as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.cuda import router
 
-        return gpu.router_logits(x, weight)
+        return router.router_logits(x, weight)
     return linear(x.float(), weight.float())
 
 
@@ -59,9 +59,9 @@ def route(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[t
         weight is the sigmoid without the bias.
     """
     if on_gpu(logits):
-        from slipstream.kernels.gpu import route as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.cuda import router
 
-        return gpu.route(logits, bias, routing)
+        return router.route(logits, bias, routing)
     # torch's fp32 sigmoid rounds otherwise in whole vectors than in what is left behind the last one, so that a row's
     # bits would depend on how many rows there are. From fp64 both round to the same.
     scores = logits.double().sigmoid().float()  # [M, E]

@@ -106,6 +106,24 @@ __device__ inline void mma_16x8x16_from_zero(float (&c)[4], uint32_t a0, uint32_
 
 __device__ inline uint32_t shuffle(uint32_t v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 __device__ inline int atomic_add(int32_t* at, int v) { return atomicAdd(at, v); }  // what was there before
+__device__ inline uint32_t atomic_or(uint32_t* at, uint32_t v) { return atomicOr(at, v); }
+__device__ inline uint32_t reduce_max(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }  // of a warp
+__device__ inline uint32_t reduce_min(uint32_t v) { return __reduce_min_sync(0xffffffffu, v); }
+__device__ inline int popcount(uint32_t v) { return __popc(v); }
+__device__ inline uint32_t float_to_bits(float v) { return __float_as_uint(v); }
+// What this thread wrote before is seen by whoever sees what it writes after.
+__device__ inline void memory_fence() { __threadfence(); }
+// Past L1, which may hold what lay here when the CTA before ran: of lists that the kernel before, or other CTAs, wrote.
+__device__ inline int load_list(const int32_t* address) {
+    int v;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+__device__ inline float load_fresh(const float* address) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
+    return v;
+}
 __device__ inline void sync_warp() { __syncwarp(); }
 __device__ inline void store_16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }

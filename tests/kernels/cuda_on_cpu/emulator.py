@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import int4_launch, tiled_launch, wide_launch
+from slipstream.kernels.cuda import expert_launch, int4_launch, route_launch, tiled_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -43,6 +43,14 @@ def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
             directory, "int4_gemm", "Int4Params", f"-DSLIPSTREAM_EPILOGUE={int(e)}", f"-DSLIPSTREAM_GROUP={group}"
         )
         for e in Epilogue
+    }
+
+
+def compile_experts(directory: Path) -> dict[str, ctypes.CDLL]:
+    """The router's and the routed experts' kernels."""
+    return {
+        "route": _compile(directory, "route", "RouteParams"),
+        "experts": _compile(directory, "expert_gemm", "ExpertParams"),
     }
 
 
@@ -187,8 +195,62 @@ class TiledEmulator(WideEmulator):
         monkeypatch.setattr(tiled_launch, "pdl_enabled", lambda: False)
 
 
+class ExpertEmulator:
+    """The same for the router's and the experts' kernels; `faults` and `reads` by kernel, of all launches."""
+
+    def __init__(self, libraries: dict[str, ctypes.CDLL]) -> None:
+        self._libraries = libraries
+        self.names: list[str] = []
+        self.faults = 0
+        self.reads: dict[str, np.ndarray[Any, Any]] = {}  # of the last launch, each 16 bytes of the weight
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, arch: int = 90) -> None:
+        """For the rest of a test, launches come here; the card has two multiprocessors."""
+        for module in (expert_launch, route_launch):
+            monkeypatch.setattr(module, "_module", lambda device: _Module(self, Epilogue.STORE))
+            monkeypatch.setattr(module, "_stream", lambda device: 0)
+            monkeypatch.setattr(module, "capability", lambda: arch)
+            monkeypatch.setattr(module, "pdl_enabled", lambda: False)
+        monkeypatch.setattr(expert_launch, "_sms", lambda device: 2)
+
+    def run(
+        self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
+    ) -> None:
+        routes = name.startswith("route")
+        library = self._libraries["route" if routes else "experts"]
+        if routes:
+            weight_bytes = 2 * params.E * 32 * params.chunks
+        else:
+            weight_bytes = 512 * params.blocks * params.chunks * self.num_experts
+        if name.startswith("experts_down") or not params.x:
+            x_bytes = 2 * params.pairs * 32 * params.chunks if not routes else 0
+        else:
+            x_bytes = 2 * ((params.M - 1) * params.x_stride + 32 * params.chunks)
+        reads = np.zeros(max(1, weight_bytes // 16), dtype=np.uint32)
+        flows = np.zeros((grid, 4), dtype=np.int64)
+        x = params.x or 0
+        faults = library.run(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p),
+            grid,
+            threads,
+            cluster,
+            shared_bytes,
+            ctypes.byref(params),
+            ctypes.c_long(reads.size * 16),
+            reads.ctypes.data_as(ctypes.c_void_p),
+            (ctypes.c_void_p * 2)(x, x + x_bytes),
+            1,
+            flows.ctypes.data_as(ctypes.c_void_p),
+        )
+        self.faults += faults
+        self.reads[name.split("_")[1]] = reads
+        self.names.append(name)
+
+    num_experts = 0
+
+
 class _Module:
-    def __init__(self, emulator: Emulator, epilogue: Epilogue) -> None:
+    def __init__(self, emulator: Any, epilogue: Epilogue) -> None:
         self._emulator, self._epilogue = emulator, epilogue
 
     @property
@@ -200,7 +262,7 @@ class _Module:
 
 
 class _Function:
-    def __init__(self, emulator: Emulator, epilogue: Epilogue, name: str) -> None:
+    def __init__(self, emulator: Any, epilogue: Epilogue, name: str) -> None:
         self._emulator, self._epilogue, self._name = emulator, epilogue, name
 
     def launch(

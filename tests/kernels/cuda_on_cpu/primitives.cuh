@@ -327,6 +327,21 @@ inline uint4* in_shared(const bf16* at) {
     if (byte % 16 || byte < 0 || byte + 16 > long(sizeof(shared))) ++emulator::outside_reads;
     return reinterpret_cast<uint4*>(const_cast<bf16*>(at));
 }
+inline uint32_t atomic_or(uint32_t* at, uint32_t v) {
+    const uint32_t before = *at;
+    *at |= v;
+    return before;
+}
+inline uint32_t reduce_max(uint32_t v) {
+    const emulator::Exchanged* all = emulator::exchange(0xffffffffu, {{v}});
+    for (int i = 0; i < 32; ++i) v = max(v, all[i].words[0]);
+    return v;
+}
+inline uint32_t reduce_min(uint32_t v) { return ~reduce_max(~v); }
+inline int popcount(uint32_t v) { return __builtin_popcount(v); }
+inline void memory_fence() {}
+inline int load_list(const int32_t* address) { return *address; }
+inline float load_fresh(const float* address) { return *address; }
 inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
 inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 

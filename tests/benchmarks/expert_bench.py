@@ -1,0 +1,300 @@
+"""Times the routed experts of one rank of Kimi-K2.5 at TP=8, INT4 group 32, inside CUDA graphs. By hand, on a GPU:
+
+    python tests/benchmarks/expert_bench.py [--only check|kernels|sweep|chain] [--ceiling 4.55]
+
+384 experts of 512 x 7168 and 7168 x 256, 8 a row, in 20 layers of weights of their own (24 GB): each layer's are cold.
+Rows differ and so do their experts; how many distinct ones a layer has is printed, and shares are of their bytes.
+`check` compares bits and errors at these sizes; `sweep` tries cuts; `chain` is router, gate and up, down, by
+layers; `counters` launches each kernel once, for a profiler, and runs only when asked for.
+"""
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+
+import torch
+from cold_graphs import relative_error, seconds_per_replay
+
+from slipstream.kernels.cuda import expert_launch, route_launch, router
+from slipstream.kernels.cuda import experts as on_card
+from slipstream.kernels.cuda.expert_launch import AS_PLANNED, DOWN, GATE_UP, Plan, Variant
+from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
+from slipstream.kernels.gpu import launch as gpu_launch
+from slipstream.kernels.int4 import Int4Weight
+from slipstream.kernels.route import Routing
+
+EXPERTS, HIDDEN, WIDTH, LAYERS, ROUTING = 384, 7168, 256, 20, Routing(8, scaling=2.827)
+ROWS = (1, 2, 4, 8, 16)
+EXPERT_BYTES = 3 * HIDDEN * WIDTH * (0.5 + 2 / 32)
+GATE_UP_SHARE = 2 / 3
+ROUTER_BYTES = 2 * EXPERTS * HIDDEN
+STEP_LAYERS = 60
+
+
+def random_stack(rows: int, columns: int, half: int) -> Int4Weight:
+    """Of all experts of a layer."""
+    blocks = EXPERTS * rows // 32
+    words = torch.empty(blocks, columns // 32, 8, 16, dtype=torch.int32, device="cuda").random_()
+    words = words.bitwise_xor_(words << 1)  # random_ leaves the sign 0
+    scales = torch.empty(blocks, columns // 32, 8, 4, device="cuda").uniform_(0.5, 1.5) * (columns**-0.5 / 4.6)
+    return Int4Weight(words, scales.bfloat16(), EXPERTS * rows, half, cuda=True)
+
+
+class Model:
+    """Weights of all layers, and what was routed for each number of rows."""
+
+    def __init__(self, layers: int = LAYERS) -> None:
+        torch.manual_seed(7)
+        self.experts = [
+            ExpertWeights(random_stack(2 * WIDTH, HIDDEN, WIDTH), random_stack(HIDDEN, WIDTH, 16), EXPERTS)
+            for _ in range(layers)
+        ]
+        self.gates = [torch.randn(EXPERTS, HIDDEN, device="cuda").bfloat16() * HIDDEN**-0.5 for _ in range(layers)]
+        self.bias = torch.randn(EXPERTS, device="cuda") * 0.02
+        self.x = torch.randn(128, HIDDEN, device="cuda").bfloat16()
+        self.shared = torch.randn(128, HIDDEN, device="cuda").bfloat16()
+        self.device = torch.cuda.current_device()
+
+    def choices(self, rows: int, tile: int | None = None) -> list[Any]:
+        return [router.choose_experts(self.x[:rows], gate, self.bias, ROUTING, tile) for gate in self.gates]
+
+    def distinct(self, choices: list[Any]) -> float:
+        return sum(len(one.ids.unique()) for one in choices) / len(choices)
+
+    def route(self, rows: int) -> list[Any]:
+        return self.choices(rows)
+
+    def gate_up(self, rows: int, choices: list[Any], plan: Plan) -> list[torch.Tensor]:
+        made = []
+        for experts, choice in zip(self.experts, choices, strict=True):
+            assert isinstance(experts.gate_up, Int4Weight)
+            made.append(expert_launch.gate_up(self.x[:rows], experts.gate_up, choice.lists, EXPERTS, self.device, plan))
+        return made
+
+    def down(self, rows: int, choices: list[Any], inner: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
+        made = []
+        for experts, choice, one in zip(self.experts, choices, inner, strict=True):
+            assert isinstance(experts.down, Int4Weight)
+            gpu_launch.launched(settles=plan.settled)  # the lists are there long since
+            made.append(
+                expert_launch.down(
+                    one, experts.down, choice.lists, EXPERTS, choice.gates, self.shared[:rows], self.device, plan
+                )
+            )
+        return made
+
+    def chain(
+        self, rows: int, plan: Plan, choices: list[Any] | None = None, kept: list[Any] | None = None
+    ) -> torch.Tensor:
+        """Every layer on the output of the one before. choices: made beforehand; kept: gets those that are made."""
+        x = self.x[:rows]
+        for i, experts in enumerate(self.experts):
+            tile = None if plan.gate_up is None else 8 * plan.gate_up.row_tiles
+            if choices is None:
+                choice = router.choose_experts(x, self.gates[i], self.bias, ROUTING, tile)
+            else:
+                choice = choices[i]
+            if kept is not None:
+                kept.append(choice)
+            x = on_card.expert_mlp(x, experts, choice.ids, choice.gates, self.shared[:rows], False, choice.lists, plan)
+        return x
+
+
+def told(name: str, us: float, num_bytes: float, ceiling: float) -> str:
+    rate = num_bytes / us / 1e6
+    return f"{name} {us:.2f} us {rate:.2f} TB/s {rate / ceiling:.0%}"
+
+
+def short(variant: Variant) -> str:
+    return f"{variant.row_tiles}.{variant.depth}.{variant.threads}.{variant.ctas}"
+
+
+def per_layer(work: Any) -> float:
+    return seconds_per_replay(work) / LAYERS * 1e6
+
+
+def check(model: Model, ceiling: float) -> list[dict[str, object]]:
+    """Sixteen rows of real sizes against the torch twin; a row alone and beside others; PDL, early lists, cuts."""
+    experts, x = model.experts[0], model.x
+    choice = model.choices(128)[0]
+    whole = on_card.expert_mlp(x, experts, choice.ids, choice.gates, model.shared, False)
+    with torch.enable_grad():
+        few = slice(0, 16)
+        want = expert_mlp(x[few], experts, choice.ids[few], choice.gates[few], model.shared[few])
+    other = []
+    for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 64, 65, 127):
+        for more in ({}, {"pdl": False}, {"settled": False}):
+            found = on_card.expert_mlp(
+                x[:rows],
+                experts,
+                choice.ids[:rows],
+                choice.gates[:rows],
+                model.shared[:rows],
+                False,
+                None,
+                Plan(**more),
+            )
+            if not found.equal(whole[:rows]):
+                other.append((rows, more))
+    error = relative_error(whole[few], want)
+    print(f"check: relative error to the twin {error:.5f}, other bits {other or 'none'}", flush=True)
+    chains = [model.chain(4, AS_PLANNED), model.chain(4, Plan(pdl=False)), model.chain(4, AS_PLANNED)]
+    same = [chains[0].equal(other_chain) for other_chain in chains[1:]]
+    print(f"check: {LAYERS} layers without PDL and again, same bits: {same}", flush=True)
+    return [{"error": error, "other": len(other)}]
+
+
+def kernels(model: Model, ceiling: float) -> list[dict[str, object]]:
+    """Each kernel alone, one launch a layer, by the cuts of AS_PLANNED."""
+    results: list[dict[str, object]] = []
+    for rows in ROWS:
+        choices = model.choices(rows)
+        distinct = model.distinct(choices)
+        inner = model.gate_up(rows, choices, AS_PLANNED)
+        size = distinct * EXPERT_BYTES
+        times = {
+            "route": (per_layer(lambda r=rows: model.route(r)), ROUTER_BYTES),
+            "gate_up": (per_layer(lambda r=rows, c=choices: model.gate_up(r, c, AS_PLANNED)), size * GATE_UP_SHARE),
+            "down": (
+                per_layer(lambda r=rows, c=choices, i=inner: model.down(r, c, i, AS_PLANNED)),
+                size * (1 - GATE_UP_SHARE),
+            ),
+        }
+        floor = size / ceiling / 1e6
+        words = " | ".join(told(name, us, count, ceiling) for name, (us, count) in times.items())
+        print(f"kernels M={rows:<2} {distinct:.1f} experts, floor {floor:.1f} us | {words}", flush=True)
+        results.append({"rows": rows, "distinct": distinct, "us": {name: us for name, (us, _) in times.items()}})
+    return results
+
+
+def cuts_of(variant: Variant) -> list[Plan]:
+    return [
+        Plan(gate_up=variant, parts=parts, ctas=ctas)
+        for parts in (8, 16)
+        for ctas in (None, 0)
+        if 32 * parts <= variant.threads
+    ]
+
+
+BEST: dict[int, tuple[list[Plan], list[Variant]]] = {}
+
+
+def sweep(model: Model, ceiling: float) -> list[dict[str, object]]:
+    """Every cut of either kernel alone; the two best of each go to `chain`."""
+    results: list[dict[str, object]] = []
+    for rows in (1, 4, 8, 16):
+        ups: list[tuple[float, str, Plan]] = []
+        downs: list[tuple[float, str, Variant]] = []
+        for tile in (8, 16):
+            if tile == 16 and rows <= 8:
+                continue
+            choices = model.choices(rows, tile)
+            inner = model.gate_up(rows, choices, AS_PLANNED)
+            for variant in (v for v in GATE_UP if 8 * v.row_tiles == tile):
+                for plan in cuts_of(variant):
+                    us = per_layer(lambda r=rows, c=choices, p=plan: model.gate_up(r, c, p))
+                    grid = "each" if plan.ctas == 0 else "turn"
+                    ups.append((us, f"{short(variant)}/{plan.parts}/{grid}", plan))
+            for variant in (v for v in DOWN if 8 * v.row_tiles == tile):
+                plan = Plan(down=variant)
+                us = per_layer(lambda r=rows, c=choices, i=inner, p=plan: model.down(r, c, i, p))
+                downs.append((us, short(variant), variant))
+        choices = model.choices(rows)
+        inner = model.gate_up(rows, choices, AS_PLANNED)
+        ups.sort(key=lambda one: one[0])
+        downs.sort(key=lambda one: one[0])
+        print(f"sweep M={rows:<2} gate_up: " + "  ".join(f"{name} {us:.2f}" for us, name, _ in ups), flush=True)
+        print(f"sweep M={rows:<2} down: " + "  ".join(f"{name} {us:.2f}" for us, name, _ in downs), flush=True)
+        words = []
+        for name, plan in (
+            ("no PDL", Plan(pdl=False)),
+            ("no evict_first", Plan(evict_first=False)),
+            ("late lists", Plan(settled=False)),
+        ):
+            up = per_layer(lambda r=rows, c=choices, p=plan: model.gate_up(r, c, p))
+            down = per_layer(lambda r=rows, c=choices, i=inner, p=plan: model.down(r, c, i, p))
+            words.append(f"{name} {up:.2f} + {down:.2f}")
+        print(f"sweep M={rows:<2} as planned but " + "  ".join(words), flush=True)
+        best_downs = [one for one in downs if one[2].row_tiles == 1]
+        BEST[rows] = ([ups[0][2], ups[1][2]], [best_downs[0][2], best_downs[1][2]])
+        results.append({"rows": rows, "gate_up": {n: t for t, n, _ in ups}, "down": {n: t for t, n, _ in downs}})
+    return results
+
+
+def chain(model: Model, ceiling: float) -> list[dict[str, object]]:
+    """Layer by layer: as planned, and with the best of the sweep."""
+    results: list[dict[str, object]] = []
+    for rows in ROWS:
+        choices: list[Any] = []
+        model.chain(rows, AS_PLANNED, kept=choices)
+        distinct = model.distinct(choices)
+        size = distinct * EXPERT_BYTES
+        ups, downs = BEST.get(max((r for r in BEST if r <= rows), default=0), ([], []))
+        plans = {"as planned": AS_PLANNED, "no PDL": Plan(pdl=False), "late lists": Plan(settled=False)}
+        for up in ups:
+            for down in downs:
+                if up.gate_up is not None and up.gate_up.row_tiles == down.row_tiles:
+                    grid = "each" if up.ctas == 0 else "turn"
+                    name = f"{short(up.gate_up)}/{up.parts}/{grid} + {short(down)}"
+                    plans[name] = Plan(gate_up=up.gate_up, down=down, parts=up.parts, ctas=up.ctas)
+        words = []
+        times: dict[str, float] = {}
+        for name, plan in plans.items():
+            times[name] = per_layer(lambda r=rows, p=plan: model.chain(r, p))
+            words.append(f"{name} {times[name]:.2f}")
+        apart = per_layer(lambda r=rows, c=choices: model.chain(r, AS_PLANNED, c))
+        floor, best = size / ceiling / 1e6, min(times.values())
+        rate = (size + ROUTER_BYTES) / best / 1e6
+        print(
+            f"chain M={rows:<2} {distinct:.1f} experts, floor {floor:.1f} us (router 1.2)"
+            f" | best {best:.2f} us a layer, {rate:.2f} TB/s {rate / ceiling:.0%}; {STEP_LAYERS} layers"
+            f" {STEP_LAYERS * best / 1e3:.2f} ms | without router {apart:.2f} | " + "  ".join(words),
+            flush=True,
+        )
+        results.append({"rows": rows, "distinct": distinct, "us": times, "without_router": apart})
+    model.x[1:16], model.shared[1:16] = (
+        model.x[0],
+        model.shared[0],
+    )  # all rows choose alike: eight experts, two entries each
+    print(f"chain M=16 all rows alike: {per_layer(lambda: model.chain(16, AS_PLANNED)):.2f} us", flush=True)
+    return results
+
+
+def counters(model: Model, ceiling: float) -> list[dict[str, object]]:
+    """One layer of each of three numbers of rows."""
+    for rows in (1, 4, 16):
+        model.chain(rows, AS_PLANNED)
+    return []
+
+
+PARTS = {"check": check, "kernels": kernels, "sweep": sweep, "chain": chain, "counters": counters}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=tuple(PARTS))
+    parser.add_argument("--ceiling", type=float, default=4.55, help="TB/s of a pure read")
+    args = parser.parse_args()
+    began = time.monotonic()
+    device = torch.cuda.current_device()
+    expert_launch.load(device)
+    route_launch.load(device)
+    print(f"{torch.cuda.get_device_name()}: compiled and loaded in {time.monotonic() - began:.1f} s", flush=True)
+    model = Model(1 if args.only == "counters" else LAYERS)
+    torch.cuda.synchronize()
+    print(f"[weights: {time.monotonic() - began:.1f} s since the start]", flush=True)
+    results: dict[str, object] = {}
+    for name, part in PARTS.items():
+        if args.only == name or (args.only is None and name != "counters"):
+            results[name] = part(model, args.ceiling)
+            print(f"[{name}: {time.monotonic() - began:.1f} s since the start]", flush=True)
+    if out := os.environ.get("OUT"):
+        with open(os.path.join(out, "experts.json"), "w") as file:
+            json.dump(results, file)
+
+
+if __name__ == "__main__":
+    main()

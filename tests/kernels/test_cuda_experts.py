@@ -1,0 +1,370 @@
+"""The router's and the routed experts' CUDA C++ kernels: on an emulated GPU; with the marker gpu on a card."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels import choose_experts as choose_op
+from slipstream.kernels import route as route_op
+from slipstream.kernels.cuda import expert_launch, route_launch, router
+from slipstream.kernels.cuda import experts as on_card
+from slipstream.kernels.cuda.expert_launch import DOWN, GATE_UP, Plan
+from slipstream.kernels.expert_lists import sorted_lists
+from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
+from slipstream.kernels.gpu import launch as gpu_launch
+from slipstream.kernels.int4 import Int4Weight, arrange, dequantise, pack
+from slipstream.kernels.route import Routing
+
+GROUP = 32
+
+
+@pytest.fixture(scope="module")
+def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
+    return module, module.compile_experts(run_dir)
+
+
+@pytest.fixture
+def emulator(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module, compiled = libraries
+    made = module.ExpertEmulator(compiled)
+    made.install(monkeypatch)
+    return made
+
+
+@dataclass
+class Case:
+    """Experts with all the awkward weights, and rows that go to them."""
+
+    weights: ExpertWeights
+    exact: list[tuple[torch.Tensor, torch.Tensor]]  # (gate_up, down) of each expert, fp64
+    x: torch.Tensor
+    ids: torch.Tensor
+    gates: torch.Tensor
+    add: torch.Tensor
+
+    def run(self, rows: slice = slice(None), **more: Any) -> torch.Tensor:
+        inputs = (self.ids[rows], self.gates[rows], self.add[rows], False)
+        with torch.no_grad():
+            return on_card.expert_mlp(self.x[rows], self.weights, *inputs, **more)
+
+    def twin(self) -> torch.Tensor:
+        """On a card, too: ops run it while gradients are recorded."""
+        with torch.enable_grad():
+            return expert_mlp(self.x, self.weights, self.ids, self.gates, self.add)
+
+
+def stack(made: torch.Generator, experts: int, rows: int, columns: int, half: int, device: str) -> Any:
+    integers = torch.randint(-8, 8, (experts * rows, columns), generator=made, dtype=torch.int8).to(device)
+    integers[0] = -8
+    scale = ((0.5 + torch.rand(experts * rows, columns // GROUP, generator=made)) * columns**-0.5 / 2).bfloat16()
+    scale = scale.to(device)
+    scale[1, 0], scale[2, 0], scale[3] = 0.0, -0.0, 2.0**-133
+    weight = arrange(pack(integers), scale, half)
+    exact = dequantise(pack(integers), scale).double().unflatten(0, (experts, rows))
+    return replace(weight, cuda=True), exact
+
+
+def case(rows: int, experts: int, hidden: int, width: int, per_token: int, device: str = "cpu") -> Case:
+    made = torch.Generator().manual_seed(1000 * experts + hidden)
+    gate_up, up64 = stack(made, experts, 2 * width, hidden, width, device)
+    down, down64 = stack(made, experts, hidden, width, 16, device)
+    x = torch.randn(rows, hidden, generator=made).bfloat16().to(device)
+    ids = torch.stack([torch.randperm(experts, generator=made)[:per_token] for _ in range(rows)]).int().to(device)
+    gates = torch.rand(rows, per_token, generator=made).to(device)
+    add = torch.randn(rows, hidden, generator=made).bfloat16().to(device)
+    weights = ExpertWeights(gate_up, down, experts)
+    return Case(weights, list(zip(up64, down64, strict=True)), x, ids, gates, add)
+
+
+def products_within_the_bound(one: Case, tile: int | None = None) -> None:
+    """Of the kernels' single products: |y - y64| <= 2^-8 |y64| + 2^-16 sum |a w|.
+
+    down: with a gate of 1 for one expert of each row and 0 for the rest. gate and up: what silu(gate) * up may be where
+    both are anywhere within their bounds, and rounded.
+    """
+    lists = router.expert_lists(one.ids, one.weights.num_experts, tile)
+    num, device = one.weights.num_experts, one.x.get_device()
+    assert isinstance(one.weights.gate_up, Int4Weight)
+    assert isinstance(one.weights.down, Int4Weight)
+    with torch.no_grad():
+        inner = expert_launch.gate_up(one.x, one.weights.gate_up, lists, num, device)
+        places = lists.place.view(one.ids.shape).tolist()
+        ids = one.ids.tolist()
+        for m in range(len(ids)):
+            for j, expert in enumerate(ids[m]):
+                up64, _ = one.exact[expert]
+                x = one.x[m].double()
+                (gate, up), (gate_sizes, up_sizes) = (up64 @ x).chunk(2), (up64.abs() @ x.abs()).chunk(2)
+                gate_off = 2**-8 * gate.abs() + 2**-16 * gate_sizes + 2**-134
+                up_off = 2**-8 * up.abs() + 2**-16 * up_sizes + 2**-134
+                want = torch.nn.functional.silu(gate) * up
+                # silu's slope is below 1.1; its value and the product are rounded once each.
+                off = 1.1 * gate_off * (up.abs() + up_off) + torch.nn.functional.silu(gate).abs() * up_off
+                off = off * (1 + 2**-7) + 2**-7 * want.abs() + 2**-130
+                assert ((inner[places[m][j]].double() - want).abs() <= off).all(), (m, j)
+        for j in range(one.ids.shape[1]):
+            gates = torch.zeros_like(one.gates)
+            gates[:, j] = 1
+            y = expert_launch.down(inner, one.weights.down, lists, num, gates, None, device)
+            for m in range(len(ids)):
+                _, down64 = one.exact[ids[m][j]]
+                a = inner[places[m][j]].double()
+                want = down64 @ a
+                bound = 2**-8 * want.abs() + 2**-16 * (down64.abs() @ a.abs()) + 2**-134
+                assert ((y[m].double() - want).abs() <= bound).all(), (m, j)
+
+
+def close_to_the_twin(found: torch.Tensor, want: torch.Tensor) -> None:
+    typical = float(want.float().abs().mean())
+    torch.testing.assert_close(found.float(), want.float(), rtol=2**-6, atol=typical * 2**-5)
+    assert float((found != want).float().mean()) < 0.05
+
+
+def test_products_are_within_the_bound_and_the_whole_is_the_twins(emulator: Any) -> None:
+    one = case(5, 6, 96, 64, 3)
+    emulator.num_experts = 6
+    products_within_the_bound(one)
+    close_to_the_twin(one.run(), one.twin())
+    assert emulator.faults == 0
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_each_weight_of_a_chosen_expert_is_read_once_and_no_other(emulator: Any, rows: int) -> None:
+    one = case(rows, 8, 128, 32, 2)
+    emulator.num_experts = 8
+    one.run()
+    assert emulator.faults == 0
+    chosen = set(one.ids.flatten().tolist())
+    for kernel in ("gate", "down"):
+        names = [name for name in emulator.names if name.startswith(f"experts_{kernel}")]
+        assert names
+        reads = emulator.reads[kernel].reshape(8, -1)
+        for expert in range(8):
+            assert (reads[expert] == (expert in chosen)).all(), (kernel, expert)
+
+
+@pytest.mark.parametrize("gate_up", GATE_UP, ids=lambda v: v.name("gate_up"))
+def test_every_gate_up_kernel_gives_the_same_bits(emulator: Any, gate_up: expert_launch.Variant) -> None:
+    """8 parts of 7 chunks of K or fewer: whole rounds and not, several units a CTA and one each."""
+    emulator.num_experts = 4
+    for hidden in (64, 8 * 32 * 7):
+        one = case(11, 4, hidden, 32, 2)
+        tile = 8 * gate_up.row_tiles
+        base = one.run(plan=Plan(parts=8))
+        lists = sorted_lists(one.ids, 4, tile)
+        for ctas in (0, 1):
+            found = one.run(lists=lists, plan=Plan(gate_up=gate_up, parts=8, ctas=ctas, down=_down_of(tile)))
+            assert found.equal(base), (hidden, ctas)
+    assert emulator.faults == 0
+
+
+def _down_of(tile: int) -> expert_launch.Variant:
+    return expert_launch.variant_of(DOWN, tile)
+
+
+@pytest.mark.parametrize("down", DOWN, ids=lambda v: v.name("down"))
+def test_every_down_kernel_gives_the_same_bits(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, down: expert_launch.Variant
+) -> None:
+    """More entries than warps, K of whole rounds and not; sums of pairs in shared memory and in memory."""
+    emulator.num_experts = 18
+    for width in (32, 256):
+        one = case(11, 18, 32, width, 4)
+        base = one.run()
+        lists = sorted_lists(one.ids, 18, 8 * down.row_tiles)
+        plan = Plan(down=down, gate_up=expert_launch.variant_of(GATE_UP, lists.tile))
+        assert one.run(lists=lists, plan=plan).equal(base), width
+        with monkeypatch.context() as context:
+            context.setattr(expert_launch, "_MOST_SUMS", 0)
+            assert one.run(lists=lists, plan=plan).equal(base), width
+            assert emulator.names[-1] == "experts_combine"
+    assert emulator.faults == 0
+
+
+def test_bits_of_a_row_do_not_depend_on_the_others(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.num_experts = 4
+    one = case(130, 4, 32, 32, 2)
+    whole = one.run()
+    for rows in (slice(0, 1), slice(3, 5), slice(0, 17), slice(2, 130)):
+        assert one.run(rows).equal(whole[rows]), rows
+    assert emulator.faults == 0
+    monkeypatch.setattr(expert_launch, "_STAGED_PAIRS", 0)
+    assert one.run(slice(0, 9)).equal(whole[:9])
+    assert emulator.faults == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 40, 128])
+def test_lists_hold_every_pair_once(emulator: Any, rows: int) -> None:
+    """Made by the kernel and by torch: the same, of experts that many rows chose and of ones that none did."""
+    made = torch.Generator().manual_seed(rows)
+    ids = torch.stack(
+        [torch.rand(300, generator=made).square().mul(30 if m % 3 else 300).topk(5).indices for m in range(rows)]
+    )
+    ids = ids.int()
+    for tile in (8, 16):
+        lists, other = router.expert_lists(ids, 300, tile), sorted_lists(ids, 300, tile)
+        assert emulator.faults == 0
+        count = int(lists.count[0])
+        assert count == int(other.count[0])
+        assert count <= len(lists.entries)
+        assert lists.entries[:count].equal(other.entries[:count])
+        assert lists.order.equal(other.order)
+        assert lists.place.equal(other.place)
+        seen = set()
+        for expert, first, number, _ in lists.entries[:count].tolist():
+            assert 0 < number <= tile
+            for place in range(first, first + number):
+                row = int(lists.order[place])
+                pair = row * 5 + ids[row].tolist().index(expert)
+                assert int(lists.place[pair]) == place
+                seen.add(pair)
+        assert seen == set(range(ids.numel()))
+
+
+ROUTINGS = {
+    "kimi": (64, Routing(8, scaling=2.827)),
+    "groups": (32, Routing(3, 4, 2, scaling=2.5)),
+    "plain weights": (40, Routing(4, 2, 1, normalise=False)),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_the_router_is_the_twins(emulator: Any, name: str) -> None:
+    experts, routing = ROUTINGS[name]
+    made = torch.Generator().manual_seed(4)
+    x = torch.randn(19, 320, generator=made).bfloat16()
+    weight = (torch.randn(experts, 320, generator=made) * 320**-0.5).bfloat16()
+    bias = torch.randn(experts, generator=made) * 0.3
+    with torch.no_grad():
+        choice = router.choose_experts(x, weight, bias, routing)
+        logits = router.router_logits(x, weight)
+        ids, gates = router.route(logits, bias, routing)
+        alone = router.choose_experts(x[4:5], weight, bias, routing)
+    assert emulator.faults == 0
+    torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    want_ids, want_gates = route_op.route(logits, bias, routing)  # the twin, of the kernel's logits
+    for found in (choice.ids, ids):
+        assert found.equal(want_ids)
+    for weights in (choice.gates, gates):
+        torch.testing.assert_close(weights, want_gates, rtol=1e-6, atol=1e-7)
+    assert alone.ids.equal(ids[4:5])
+    assert alone.gates.equal(gates[4:5])
+    assert choice.lists is not None
+    lists = sorted_lists(ids, experts, choice.lists.tile)
+    assert choice.lists.place.equal(lists.place)
+    assert int(route_launch._arrived(x.device)) == 0
+
+
+def test_of_equal_experts_the_lower_id_comes_first(emulator: Any) -> None:
+    bias = torch.tensor([0.0] * 5 + [1.0] + [0.0] * 34)
+    ids, gates = router.route(torch.zeros(2, 40), bias, Routing(4))
+    assert ids.tolist() == [[5, 0, 1, 2]] * 2
+    assert gates.equal(torch.full((2, 4), 0.25))
+    assert emulator.faults == 0
+
+
+def test_lists_of_kernels_agree() -> None:
+    """expert_launch.py and expert_gemm.cu name the same kernels."""
+    source = (Path(expert_launch.__file__).parent / "expert_gemm.cu").read_text()
+    lines = re.findall(r"EXPERTS\((gate_up|down), (\d), (\d), (\d+), (\d)\)", source)
+    compiled = [(kind, expert_launch.Variant(*map(int, rest))) for kind, *rest in lines]
+    assert compiled == [("gate_up", v) for v in GATE_UP] + [("down", v) for v in DOWN]
+
+
+def test_down_may_read_the_lists_early_only_behind_gate_up(emulator: Any) -> None:
+    """What it does before its wait hangs on it; the kernels' source has the same order."""
+    emulator.num_experts = 4
+    one = case(2, 4, 32, 32, 2)
+    lists = sorted_lists(one.ids, 4, 8)
+    assert isinstance(one.weights.gate_up, Int4Weight)
+    with torch.no_grad():
+        expert_launch.gate_up(one.x, one.weights.gate_up, lists, 4, -1)
+    assert gpu_launch.settled()
+    one.run()
+    assert not gpu_launch.settled()
+
+
+# ---- on a GPU ----
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [1, 5, 33, 200])
+def test_gpu_products_are_within_the_bound(rows: int) -> None:
+    one = case(rows, 16, 512, 256, 4, "cuda")
+    products_within_the_bound(one)
+    close_to_the_twin(one.run(), one.twin())
+
+
+@pytest.mark.gpu
+@GPU
+def test_gpu_rows_have_the_same_bits_in_any_company() -> None:
+    one = case(160, 12, 7168, 256, 8, "cuda")
+    whole = one.run()
+    for count in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 128):
+        assert one.run(slice(0, count)).equal(whole[:count]), count
+        assert one.run(slice(40, 40 + count)).equal(whole[40 : 40 + count]), count
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [1, 4, 16, 128])
+def test_gpu_every_kernel_gives_the_same_bits(rows: int) -> None:
+    one = case(rows, 24, 1792, 256, 8, "cuda")
+    for parts in (8, 16):
+        base = one.run(plan=Plan(parts=parts))
+        for gate_up in GATE_UP:
+            if 32 * parts > gate_up.threads:
+                continue
+            tile = 8 * gate_up.row_tiles
+            lists = router.expert_lists(one.ids, 24, tile)
+            for down in DOWN:
+                if 8 * down.row_tiles < tile:
+                    continue
+                for more in ({}, {"pdl": False}, {"settled": False}, {"ctas": 0}):
+                    plan = Plan(gate_up=gate_up, down=down, parts=parts, **more)
+                    assert one.run(lists=lists, plan=plan).equal(base), plan
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_gpu_the_router_is_the_twins(name: str) -> None:
+    experts, routing = ROUTINGS[name]
+    made = torch.Generator().manual_seed(4)
+    for width in (320, 7168):
+        x = torch.randn(128, width, generator=made).bfloat16().cuda()
+        weight = (torch.randn(experts, width, generator=made) * width**-0.5).bfloat16().cuda()
+        bias = (torch.randn(experts, generator=made) * 0.3).cuda()
+        with torch.no_grad():
+            logits = router.router_logits(x, weight)
+            choice = choose_op.choose_experts(x, weight, bias, routing)
+        with torch.enable_grad():
+            want_ids, want_gates = route_op.route(logits, bias, routing)
+        assert choice.lists is not None
+        # An exponential's last bit may turn the order of two experts.
+        same = (choice.ids == want_ids).all(1)
+        assert float(same.float().mean()) > 0.97
+        torch.testing.assert_close(choice.gates[same], want_gates[same], rtol=1e-5, atol=1e-6)
+        lists = sorted_lists(choice.ids, experts, choice.lists.tile)
+        assert choice.lists.place.equal(lists.place)
+        assert choice.lists.order.equal(lists.order)
+        count = int(lists.count[0])
+        assert choice.lists.entries[:count].equal(lists.entries[:count])
+        for rows in (1, 2, 5, 16, 17):
+            with torch.no_grad():
+                few = choose_op.choose_experts(x[:rows], weight, bias, routing)
+            assert few.ids.equal(choice.ids[:rows])
+            assert few.gates.equal(choice.gates[:rows])
