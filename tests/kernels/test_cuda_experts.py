@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +13,10 @@ import torch
 
 from slipstream.kernels import choose_experts as choose_op
 from slipstream.kernels import route as route_op
-from slipstream.kernels.cuda import expert_launch, route_launch, router
+from slipstream.kernels.cuda import expert_launch, int4_launch, route_launch, router
 from slipstream.kernels.cuda import experts as on_card
 from slipstream.kernels.cuda.expert_launch import DOWN, GATE_UP, Plan
-from slipstream.kernels.expert_lists import sorted_lists
+from slipstream.kernels.expert_lists import empty_lists, sorted_lists
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
 from slipstream.kernels.gpu import launch as gpu_launch
 from slipstream.kernels.int4 import Int4Weight, arrange, dequantise, pack
@@ -154,7 +154,9 @@ def test_each_weight_of_a_chosen_expert_is_read_once_and_no_other(emulator: Any,
 
 
 @pytest.mark.parametrize("gate_up", GATE_UP, ids=lambda v: v.name("gate_up"))
-def test_every_gate_up_kernel_gives_the_same_bits(emulator: Any, gate_up: expert_launch.Variant) -> None:
+def test_every_gate_up_kernel_gives_the_same_bits(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, gate_up: expert_launch.Variant
+) -> None:
     """8 parts of 7 chunks of K or fewer: whole rounds and not, several units a CTA and one each."""
     emulator.num_experts = 4
     for hidden in (64, 8 * 32 * 7):
@@ -165,6 +167,9 @@ def test_every_gate_up_kernel_gives_the_same_bits(emulator: Any, gate_up: expert
         for ctas in (0, 1):
             found = one.run(lists=lists, plan=Plan(gate_up=gate_up, parts=8, ctas=ctas, down=_down_of(tile)))
             assert found.equal(base), (hidden, ctas)
+    monkeypatch.setattr(expert_launch, "shared_limit", lambda arch: 0)  # one place for sums, not two
+    plan = Plan(gate_up=gate_up, parts=8, down=_down_of(tile))
+    assert one.run(lists=lists, plan=plan).equal(base)
     assert emulator.faults == 0
 
 
@@ -279,6 +284,33 @@ def test_lists_of_kernels_agree() -> None:
     lines = re.findall(r"EXPERTS\((gate_up|down), (\d), (\d), (\d+), (\d)\)", source)
     compiled = [(kind, expert_launch.Variant(*map(int, rest))) for kind, *rest in lines]
     assert compiled == [("gate_up", v) for v in GATE_UP] + [("down", v) for v in DOWN]
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+def test_shared_memory_of_every_launch_fits(emulator: Any, monkeypatch: pytest.MonkeyPatch, arch: int) -> None:
+    """Sizes of Kimi's; weights are not touched."""
+    asked: list[int] = []
+
+    class Functions(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            return SimpleNamespace(launch=lambda grid, threads, shared, *_, **__: asked.append(shared))
+
+    for module in (expert_launch, route_launch):
+        monkeypatch.setattr(module, "_module", lambda device: SimpleNamespace(functions=Functions()))
+        monkeypatch.setattr(module, "capability", lambda: arch)
+    words = torch.empty(16, 224, 8, 16, dtype=torch.int32), torch.empty(224, 8, 8, 16, dtype=torch.int32)
+    gate_up = Int4Weight(words[0], torch.empty(16, 224, 8, 4, dtype=torch.bfloat16), 512, 256, cuda=True)
+    down = Int4Weight(words[1], torch.empty(224, 8, 8, 4, dtype=torch.bfloat16), 7168, cuda=True)
+    weights = ExpertWeights(gate_up, down, 1)
+    for rows in (1, 8, 16, 17, 64, 128, 129, 2048):
+        x, ids = torch.zeros(rows, 7168, dtype=torch.bfloat16), torch.zeros(rows, 8, dtype=torch.int32)
+        lists = empty_lists(ids, 384)
+        with torch.no_grad():
+            on_card.expert_mlp(x, weights, ids, torch.zeros(rows, 8), None, False, lists)
+            if rows <= 128:
+                router.choose_experts(x, torch.zeros(384, 7168).bfloat16(), torch.zeros(384), Routing(8))
+    assert len(asked) > 20
+    assert max(asked) <= int4_launch.shared_limit(arch)
 
 
 def test_down_may_read_the_lists_early_only_behind_gate_up(emulator: Any) -> None:
