@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.model_config import eos_token_ids
+from slipstream.engine.model_config import eos_token_ids, read_model_json
+from slipstream.engine.tiktoken_files import is_kimi_form, read_kimi_tokenizer
 
 Message = Mapping[str, Any]
 
@@ -43,9 +44,11 @@ class ChatTokenizer:
     Args:
         directory: Hugging Face model directory with tokenizer files and, where it exists, generation_config.json.
 
+    No code of the directory is run: Kimi's own form is read as data, and one that needs its code is refused.
+
     Raises:
-        SlipstreamError: no tokenizer in the directory. A missing or unusable chat template is an error of the calls
-            that need one (F10), since text completion works without.
+        SlipstreamError: no tokenizer in the directory, or one that needs code of its own. A missing or unusable chat
+            template is an error of the calls that need one (F10), since text completion works without.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -56,15 +59,23 @@ class ChatTokenizer:
                 expected="the target's Hugging Face model directory",
                 do="correct --target, or run the stage `resolve` again",
             )
+        self.tokenizer = self._load()
+        self._marks: AssistantMarks | None = None
+
+    def _load(self) -> PreTrainedTokenizerBase:
+        directory = self.directory
+        if is_kimi_form(directory):
+            return read_kimi_tokenizer(directory)
+        refuse_code(directory)
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            # Without `trust_remote_code` transformers asks at the terminal; here nothing is run, asked or not.
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises a dozen types here; each means the same to the user
             raise SlipstreamError(
                 f"no usable tokenizer in {directory}: {error}",
                 expected="tokenizer.json, tokenizer_config.json and a readable config.json in the target's directory",
                 do="run the stage `resolve` again, or point target.source at a complete model directory",
             ) from error
-        self._marks: AssistantMarks | None = None
 
     # ---- ids and text
 
@@ -218,6 +229,22 @@ class ChatTokenizer:
         if "F10" not in skip:
             check_supervised(mask, token_ids, self)
         return mask
+
+
+def refuse_code(directory: Path) -> None:
+    """Raises SlipstreamError, which names it, for a tokenizer that is nothing without code of the directory's own."""
+    named = (read_model_json(directory / "tokenizer_config.json").get("auto_map") or {}).get("AutoTokenizer")
+    classes = [name for name in (named if isinstance(named, list) else [named]) if name]
+    if not classes or (directory / "tokenizer.json").is_file():
+        return
+    files = sorted({f"{directory / name.rpartition('.')[0]}.py" for name in classes})
+    raise SlipstreamError(
+        f"the tokenizer of {directory} is the class {', '.join(classes)}: to load it, {', '.join(files)} would have to "
+        "be run, with all that a program of yours may do",
+        expected="tokenizer.json, or tiktoken.model in the form of Kimi-K2 (tokenizer_class TikTokenTokenizer)",
+        do="read that file; if you trust it, run it once by hand to write a tokenizer.json into the directory",
+        runbook="tokenizer-code.md",
+    )
 
 
 def check_supervised(mask: torch.Tensor, token_ids: Sequence[int], tokenizer: ChatTokenizer) -> None:

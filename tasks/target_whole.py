@@ -5,16 +5,19 @@ from pathlib import Path
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import read_model_json
+from slipstream.engine.tiktoken_ranks import RANKS, read_ranks
 
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header, little endian
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 
 
 def check_whole(directory: Path) -> None:
-    """Weight files of the length that their headers say, a tokenizer that is JSON, a chat template. SlipstreamError."""
+    """Weight files as long as their headers say, a tokenizer that can be read, a chat template. SlipstreamError."""
     for path in _weight_files(directory):
         _check_length(path)
     read_model_json(directory / "tokenizer.json")
+    if (directory / RANKS).is_file():
+        read_ranks(directory / RANKS)
     options = read_model_json(directory / "tokenizer_config.json")
     if not options.get("chat_template") and not (directory / "chat_template.jinja").is_file():
         raise SlipstreamError(
