@@ -1,7 +1,7 @@
 """Loads a target from safetensors: every tensor consumed, every parameter loaded, or an error that lists the rest."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -33,6 +33,7 @@ def load_target(
     dtype: torch.dtype | str,
     device: torch.device | str = "cpu",
     parallel: TensorParallel | None = None,
+    progress: Callable[[str], None] = lambda _what: None,
 ) -> Decoder:
     """Loads the target of a Hugging Face directory (one safetensors file, or several and an index).
 
@@ -41,6 +42,7 @@ def load_target(
         dtype: of the parameters.
         device: where they go. On a card, weights are packed for the kernels that will read them (packed_weights.py).
         parallel: the ranks that share the target; this one reads its own part.
+        progress: told how far this rank is, where the target is read layer by layer (streamed_load.py).
 
     Raises SlipstreamError for an unknown architecture, a truncated or unreadable file, and for any tensor that is
     missing, left over, or of another shape than the config says.
@@ -63,7 +65,7 @@ def load_target(
         model = _MODELS[config.architecture](config, dtype, parallel)
     names = CheckpointNames.of(config)
     if isinstance(model, DeepseekModel):
-        load_streamed(model, tensor_files(directory), names, int4, device)
+        load_streamed(model, tensor_files(directory), names, int4, device, progress)
     else:
         readers = quantise(model, int4, device, names.name) if int4 else []
         shards = {names.name(name): shard for name, shard in parameter_shards(model).items()}

@@ -5,11 +5,10 @@ fit is refused before a layer takes memory. Then a layer gets its memory, is rea
 the kernels; memory for more than one layer's form on disk is never taken.
 """
 
-import logging
 import re
 import resource
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,10 +23,10 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.deepseek import DeepseekModel
 from slipstream.engine.quantization import Quantization
 from slipstream.engine.tensor_files import differ, parameter_shards
-from slipstream.engine.tensor_parallel import Shard
+from slipstream.engine.tensor_parallel import Shard, TensorParallel
+from slipstream.kernels.all_gather import all_gather
 
-_log = logging.getLogger(__name__)
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES = 2.0
 _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -94,14 +93,25 @@ class LoadReport:
         )
 
 
+def reports_of_ranks(report: LoadReport, parallel: TensorParallel) -> list[dict[str, float]]:
+    """What loading took on every rank, in their order, for people and JSON. All ranks call it."""
+    own = torch.tensor([report.read_bytes, round(report.seconds * 1000), report.peak_host_bytes])
+    every = [own] if parallel.size == 1 else all_gather(own, [len(own)] * parallel.size, parallel.group)
+    return [
+        {"read_bytes": read, "seconds": ms / 1000, "peak_host_bytes": peak}
+        for read, ms, peak in (t.tolist() for t in every)
+    ]
+
+
 def load_streamed(
     model: DeepseekModel,
     files: Mapping[str, Sequence[str]],
     names: CheckpointNames,
     quantization: Quantization | None,
     device: torch.device | str,
+    progress: Callable[[str], None],
 ) -> None:
-    """Fills a model that was made under `unallocated`, and leaves a `LoadReport` with it; logs progress.
+    """Fills a model that was made under `unallocated`, and leaves a `LoadReport` with it.
 
     Args:
         model: of this rank.
@@ -109,6 +119,7 @@ def load_streamed(
         names: of the checkpoint.
         quantization: which layers have INT4 weights; None: none.
         device: where the weights go.
+        progress: told now and then how far this rank is.
 
     Raises SlipstreamError that lists what is missing, left over, misshaped or of a dtype that cannot be; and for a
     weight that cannot be (a scale that is not finite), before the layers behind it take memory.
@@ -122,7 +133,6 @@ def load_streamed(
         expected |= _shards(path, unit, names, readers[path])
     places, skipped = _compare(files, expected, names.skipped)
     total, done, told = sum(_file_bytes(shard) for shard in expected.values()), 0, began
-    rank = f"rank {model.parallel.rank} of {model.parallel.size}"
     for path, unit in units.items():
         _allocate(unit, device)
         own = [reader.on(device) for reader in readers.pop(path)]
@@ -133,11 +143,11 @@ def load_streamed(
         if now - told > _SECONDS_BETWEEN_LINES:
             told = now
             speed = done / 1e9 / (now - began)
-            _log.info("%s: %s read, %.1f of %.1f GB, %.2f GB/s", rank, path, done / 1e9, total / 1e9, speed)
+            progress(f"loading the target: {path}, {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
     model.prepare()
     seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     model.load_report = LoadReport(done, seconds, peak, skipped)
-    _log.info("%s: %s", rank, model.load_report)
+    progress(f"loading the target: {model.load_report}")
 
 
 def _check_attention(model: DeepseekModel, names: CheckpointNames, quantization: Quantization | None) -> None:

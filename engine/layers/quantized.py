@@ -127,13 +127,10 @@ class Int4ExpertsReader:
             raise _unreadable(
                 f"{self.name}.{expert}.{PARTS[place]}.weight_shape is {found}", f"{expected}, as config.json says"
             )
-        for name, shard in self.shards().items():
-            # One look at all of a layer's scales first: it is rare that one must be found.
-            if bool(torch.isfinite(self.gate_up[1]).all() & torch.isfinite(self.down[1]).all()):
-                break
-            if name.endswith("scale") and not bool(torch.isfinite(shard.view).all()):
-                count = int((~torch.isfinite(shard.view)).sum())
-                raise _unreadable(f"{name}: {count} scales are not finite", "finite scales")
+        if not bool(torch.isfinite(self.gate_up[1]).all() & torch.isfinite(self.down[1]).all()):
+            counts = {name: int((~torch.isfinite(shard.view)).sum()) for name, shard in self.shards().items()}
+            name = next(name for name, count in counts.items() if count)
+            raise _unreadable(f"{name}: {counts[name]} scales are not finite", "finite scales")
         width, num = self.layer.cut.size, self.layer.num
         try:
             gate_up, down = arrange_stack(*self.gate_up, num, width), arrange_stack(*self.down, num)

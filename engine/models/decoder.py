@@ -1,5 +1,7 @@
 """What every decoder has around its layers: embedding, rope table, capture, final norm and head."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -26,7 +28,11 @@ class Decoder(nn.Module):
 
     Parameters come uninitialised: `engine.loader` fills them. Their names are those of the Hugging Face checkpoint
     without the leading `model.`, but for merged layers, which hold their parts stacked by rows.
+
+    load_report: what loading took, where it was layer by layer (`engine.streamed_load`).
     """
+
+    load_report: Any = None
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype | None = None, parallel: TensorParallel | None = None

@@ -1,7 +1,5 @@
 """DeepSeek-V3 and Kimi-K2: latent attention, a mixture of experts in every layer but the first ones."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -50,12 +48,7 @@ class DeepseekLayer(nn.Module):
 
 
 class DeepseekModel(Decoder):
-    """A target of this family. Every rank holds whole latents, and its own heads' up-projections of them.
-
-    load_report: what loading it took; None where it was not loaded from files.
-    """
-
-    load_report: Any = None
+    """A target of this family. Every rank holds whole latents, and its own heads' up-projections of them."""
 
     def _layer(self, index: int, dtype: torch.dtype | None) -> DeepseekLayer:
         return DeepseekLayer(self.config, index, self.parallel, dtype)

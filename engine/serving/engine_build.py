@@ -26,12 +26,14 @@ from slipstream.engine.inject import inject
 from slipstream.engine.injection import parse_injections
 from slipstream.engine.kv_room import room_for
 from slipstream.engine.layers import Linear
+from slipstream.engine.layers.experts import RoutedExperts, Router
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.packed_weights import describe, products_for
 from slipstream.engine.rank_group import CARD_SECONDS
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import EngineOptions
+from slipstream.engine.streamed_load import reports_of_ranks
 from slipstream.engine.tensor_parallel import TensorParallel, single
 from slipstream.kernels.all_gather import all_gather
 from slipstream.kernels.row_invariance import RowInvariance, probe
@@ -81,7 +83,8 @@ def build_engine(
         clock.part("compile matrix products")
     phase("loading the target")
     with room_for("the target's weights"):
-        target = load_target(options.target, options.dtype, device, parallel)
+        target = load_target(options.target, options.dtype, device, parallel, phase)
+    loaded = reports_of_ranks(target.load_report, parallel) if target.load_report else None
     identity = None
     if parallel.rank == 0:  # reading all weights once is enough
         phase("reading the target's fingerprint")
@@ -120,7 +123,8 @@ def build_engine(
     clock.part("warm up and capture")
     if identity is None:
         return engine, {}
-    return engine, effective_settings(options, engine, identity, invariance, clock.seconds)
+    settings = effective_settings(options, engine, identity, invariance, clock.seconds)
+    return engine, settings | ({"load_of_ranks": loaded} if loaded else {})
 
 
 def check_draft_fits(
@@ -164,17 +168,24 @@ def probe_model(target: Decoder, draft: Eagle3Network | None) -> RowInvariance:
     """Whether this machine keeps a row's bits in every shape that the two networks use, on every rank."""
     if target.embed_tokens.weight.is_cuda:
         return RowInvariance(True, ON_GPU)
-    weights = {tuple(target.head_weight.shape)}
+    weights, in_fp32 = {tuple(target.head_weight.shape)}, set()
     for network in (target, draft):
-        modules = network.modules() if network is not None else []
-        weights |= {tuple(module.weight.shape) for module in modules if isinstance(module, Linear)}
-    shapes = sorted((int(rows), int(columns)) for rows, columns in weights if rows and columns)
+        for module in network.modules() if network is not None else []:
+            if isinstance(module, Linear):
+                weights.add(tuple(module.weight.shape))
+            elif isinstance(module, RoutedExperts):
+                in_fp32 |= {tuple(weight.shape) for weight in module.weights.expert(0)}
+            elif isinstance(module, Router):
+                in_fp32.add(tuple(module.weight.shape))
     model, parallel = target.config, target.parallel
     heads = parallel.cut_heads(model.num_heads, model.num_kv_heads)
     attention = (max(1, heads.q.size), max(1, heads.kv.size), model.head_dim)  # a rank without heads probes one
     if model.latent is not None:
         attention = (attention[0], 1, model.latent.cell)  # every head reads the latents
-    own = probe(target.embed_tokens.weight.dtype, shapes, attention=attention)
+    own = probe(target.embed_tokens.weight.dtype, _filled(weights), attention=attention)
+    if own.invariant and in_fp32:
+        experts = probe(torch.float32, _filled(in_fp32), attention=attention)
+        own = own if experts.invariant else experts
     if parallel.size == 1:
         return own
     everybody = all_gather(torch.tensor([int(own.invariant)]), [1] * parallel.size, parallel.group)
@@ -184,6 +195,11 @@ def probe_model(target: Decoder, draft: Eagle3Network | None) -> RowInvariance:
     return RowInvariance(
         False, f"the shapes of ranks {changed} change a row's bits; those of rank {parallel.rank} do not"
     )
+
+
+def _filled(shapes: Collection[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """Those of weights that have an element."""
+    return sorted((int(rows), int(columns)) for rows, columns in shapes if rows and columns)
 
 
 def _told(options: EngineOptions) -> dict[str, object]:

@@ -23,6 +23,8 @@ from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.rank_group import be_patient
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.engine.serving.engine_build import build_engine
+from slipstream.engine.serving.engine_options import EngineOptions
 from slipstream.engine.serving.trace_file import pack_trace
 from slipstream.engine.step_choice import PayingSteps
 from slipstream.engine.tensor_parallel import TensorParallel
@@ -306,3 +308,13 @@ def loaded(parallel: TensorParallel, target_dir: str) -> tuple[int, int, dict[st
         int4 = getattr(getattr(layer.mlp, "experts", None), "int4", None)
         held += 0 if int4 is None else int4.gate_up.nbytes + int4.down.nbytes
     return target.load_report.read_bytes, held, dict(target.load_report.skipped)
+
+
+def built(parallel: TensorParallel, target_dir: str, draft_dir: str) -> tuple[dict[str, Any], list[str], int]:
+    """An engine as a server makes it: its settings, what it said meanwhile, bytes that this rank read."""
+    sizes = {"max_context_tokens": 64, "max_running_requests": 2, "dtype": "bfloat16", "device": "cpu"}
+    options = EngineOptions(target_dir, draft_dir, 2, tensor_parallel_size=parallel.size, threads=1, **sizes)
+    said: list[str] = []
+    engine, settings = build_engine(options, said.append, parallel=parallel)
+    target: Any = engine.target
+    return settings, said, target.load_report.read_bytes

@@ -136,3 +136,27 @@ def test_each_rank_reads_its_own_bytes_and_they_add_up(ranks, models, tensors):
         assert max(read) - min(read) < 0.02 * max(read)
         assert all(held == count - shapes for count, held, _ in everybody)
         assert all(skipped == {"vision (text only)": 2} for _, _, skipped in everybody)
+
+
+def test_a_server_tells_what_loading_took_on_each_rank_and_that_rows_keep_their_bits(ranks, models):
+    for size in (1, 2):
+        everybody = ranks.run(size, JOBS, "built", *models)
+        settings, said, _ = everybody[0]
+        assert [one["read_bytes"] for one in settings["load_of_ranks"]] == [read for _, _, read in everybody]
+        assert all(one["peak_host_bytes"] > one["read_bytes"] for one in settings["load_of_ranks"])
+        assert any(text.startswith("loading the target: read 0.00") and "GB/s" in text for text in said)
+        assert settings["row_invariance"]["invariant"]
+
+
+def test_bf16_is_as_near_to_fp32_on_any_number_of_ranks(tiny, ranks, models):
+    """Teacher-forced. Partial sums are rounded once more each, which must not show beside the rounding there is."""
+    text, target = tiny.prompts(1, seed=2, low=60, high=60)[0], models[0]
+    exact, _ = ranks.run(1, JOBS, "teacher_forced", target, "float32", text)[0]
+    one, _ = ranks.run(1, JOBS, "teacher_forced", target, "bfloat16", text)[0]
+    usual = float((one.float() - exact).abs().mean())
+    for size in SIZES:
+        everybody = [logits for logits, _ in ranks.run(size, JOBS, "teacher_forced", target, "bfloat16", text)]
+        assert all(torch.equal(everybody[0], logits) for logits in everybody)
+        error = float((everybody[0].float() - exact).abs().mean())
+        print(f"{size} ranks in bf16: mean error to fp32 {error:.4f}, of one device {usual:.4f}")
+        assert error <= 1.3 * usual

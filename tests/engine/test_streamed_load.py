@@ -117,7 +117,9 @@ def test_an_expert_that_is_absent_and_one_too_many(copy, allocated):
 
 def test_tensors_beside_the_model_are_passed_over_by_rule_only(copy):
     edit(copy, "vision_tower.encoder.blocks.0.wqkv.weight", lambda t: t[:3])
-    report = load_target(copy, torch.float32).load_report
+    told = []
+    report = load_target(copy, torch.float32, progress=told.append).load_report
+    assert told[-1] == f"loading the target: {report}"
     assert report.skipped == {"vision (text only)": 2}
     assert "passed over: 2 tensors, vision (text only)" in str(report)
     assert report.peak_host_bytes > report.read_bytes > 0
