@@ -9,7 +9,7 @@ import re
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from safetensors import safe_open
@@ -93,6 +93,63 @@ class LoadReport:
         )
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What is loaded in one go: a layer, or one of the modules around them.
+
+    Args:
+        path: in the model.
+        module: made under `unallocated`.
+        readers: of its INT4 weights; without memory until `on`.
+        names: of the checkpoint.
+    """
+
+    path: str
+    module: nn.Module
+    readers: Sequence[Reader]
+    names: CheckpointNames
+
+    def shards(self) -> dict[str, Shard]:
+        """Checkpoint name -> where it goes."""
+        paths = parameter_shards(self.module)
+        shards = {self.names.name(".".join(filter(None, (self.path, below)))): paths[below] for below in paths}
+        for reader in self.readers:
+            shards |= reader.shards()
+        return shards
+
+    def on(self, device: torch.device | str) -> "Unit":
+        """The same with memory there."""
+        _allocate(self.module, device)
+        return replace(self, readers=[reader.on(device) for reader in self.readers])
+
+    def finish(self) -> None:
+        """When the shards are filled: INT4 weights go to their layers. Raises SlipstreamError for one that is none."""
+        for reader in self.readers:
+            reader.finish()
+
+
+def units_of(model: DeepseekModel, names: CheckpointNames, quantization: Quantization | None) -> list[Unit]:
+    """In the order of loading. Raises SlipstreamError where a rank cannot hold its part of an INT4 weight."""
+    _check_attention(model, names, quantization)
+    units = []
+    for path, module in _modules(model):
+
+        def name(below: str, path: str = path) -> str:
+            return names.name(".".join(filter(None, (path, below))))
+
+        readers = [] if quantization is None else quantise(module, quantization, "meta", name)
+        units.append(Unit(path, module, readers, names))
+    return units
+
+
+def _modules(model: DeepseekModel) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield from ((f"{name}.{index}", layer) for index, layer in enumerate(child))
+        else:
+            yield name, child
+
+
 def reports_of_ranks(report: LoadReport, parallel: TensorParallel) -> list[dict[str, float]]:
     """What loading took on every rank, in their order, for people and JSON. All ranks call it."""
     own = torch.tensor([report.read_bytes, round(report.seconds * 1000), report.peak_host_bytes])
@@ -125,25 +182,19 @@ def load_streamed(
     weight that cannot be (a scale that is not finite), before the layers behind it take memory.
     """
     began = time.perf_counter()
-    _check_attention(model, names, quantization)
-    units = dict(_units(model))
-    readers = {path: _readers(path, unit, names, quantization) for path, unit in units.items()}
-    expected: dict[str, Shard] = {}
-    for path, unit in units.items():
-        expected |= _shards(path, unit, names, readers[path])
+    units = units_of(model, names, quantization)
+    expected = {name: shard for unit in units for name, shard in unit.shards().items()}
     places, skipped = _compare(files, expected, names.skipped)
     total, done, told = sum(_file_bytes(shard) for shard in expected.values()), 0, began
-    for path, unit in units.items():
-        _allocate(unit, device)
-        own = [reader.on(device) for reader in readers.pop(path)]
-        done += _read(_shards(path, unit, names, own), places)
-        for reader in own:
-            reader.finish()
+    for unit in units:
+        ready = unit.on(device)
+        done += _read(ready.shards(), places)
+        ready.finish()
         now = time.perf_counter()
         if now - told > _SECONDS_BETWEEN_LINES:
             told = now
             speed = done / 1e9 / (now - began)
-            progress(f"loading the target: {path}, {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
+            progress(f"loading the target: {unit.path}, {done / 1e9:.1f} of {total / 1e9:.1f} GB, {speed:.2f} GB/s")
     model.prepare()
     seconds, peak = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     model.load_report = LoadReport(done, seconds, peak, skipped)
@@ -163,33 +214,6 @@ def _check_attention(model: DeepseekModel, names: CheckpointNames, quantization:
                     expected="it in the ignore list: this engine has no INT4 form of latent attention",
                     do="use a checkpoint with plain attention weights",
                 )
-
-
-def _units(model: DeepseekModel) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) in the order of reading."""
-    for name, child in model.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield from ((f"{name}.{index}", layer) for index, layer in enumerate(child))
-        else:
-            yield name, child
-
-
-def _readers(path: str, unit: nn.Module, names: CheckpointNames, quantization: Quantization | None) -> Sequence[Reader]:
-    """Of a unit's INT4 weights, without memory yet."""
-    if quantization is None:
-        return ()
-    return quantise(unit, quantization, "meta", lambda below: names.name(_join(path, below)))
-
-
-def _shards(path: str, unit: nn.Module, names: CheckpointNames, readers: Sequence[Reader]) -> dict[str, Shard]:
-    shards = {names.name(_join(path, below)): shard for below, shard in parameter_shards(unit).items()}
-    for reader in readers:
-        shards |= reader.shards()
-    return shards
-
-
-def _join(path: str, below: str) -> str:
-    return ".".join(filter(None, (path, below)))
 
 
 def _compare(

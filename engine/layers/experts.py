@@ -7,9 +7,10 @@ from slipstream.engine.deepseek_config import Experts
 from slipstream.engine.layers.linear import AddPartial, new_weight
 from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
+from slipstream.kernels.choose_experts import Choice, choose_experts
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
 from slipstream.kernels.rms_norm import rms_norm
-from slipstream.kernels.route import Routing, route, router_logits
+from slipstream.kernels.route import Routing
 from slipstream.kernels.stream import Norm, Stream
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
@@ -25,9 +26,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(e.num, hidden_size, dtype=dtype))
         self.e_score_correction_bias = nn.Parameter(torch.empty(e.num, dtype=torch.float32))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [M, h], normed -> (ids [M, k] int32, weights [M, k] fp32)."""
-        return route(router_logits(x, self.weight), self.e_score_correction_bias, self.routing)
+    def forward(self, x: torch.Tensor) -> Choice:
+        """x [M, h], normed -> the experts of every row."""
+        return choose_experts(x, self.weight.data, self.e_score_correction_bias.data, self.routing)
 
 
 class RoutedExperts(nn.Module):
@@ -87,6 +88,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, stream: Stream, norm: Norm, prefill: bool = False) -> Stream:
         """The stream of M rows behind the block. `prefill`: they are rows of prompts."""
         x = rms_norm(stream.rows, norm.weight, norm.eps)  # [M, h]
-        ids, gates = self.gate(x)
+        choice = self.gate(x)
         shared = None if self.shared_experts is None else self.shared_experts.partial(stream, norm)
-        return self.last_add(expert_mlp(x, self.experts.weights, ids, gates, shared, prefill), stream)
+        weights, (ids, gates, lists) = self.experts.weights, (choice.ids, choice.gates, choice.lists)
+        return self.last_add(expert_mlp(x, weights, ids, gates, shared, prefill, lists), stream)

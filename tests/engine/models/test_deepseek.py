@@ -96,10 +96,10 @@ def test_the_bias_changes_who_is_chosen(world, prompts):
     router = world.target.layers[3].mlp.gate
     captured, _ = capture_states(world.target, prompts[0], (3,))
     x = world.target.layers[3].post_attention_layernorm(captured["slot_3"])
-    chosen = router(x)[0].sort(dim=1).values
+    chosen = router(x).ids.sort(dim=1).values
     bias = router.e_score_correction_bias.data.clone()
     router.e_score_correction_bias.data.zero_()
-    unbiased = router(x)[0].sort(dim=1).values
+    unbiased = router(x).ids.sort(dim=1).values
     router.e_score_correction_bias.data.copy_(bias)
     changed = (chosen != unbiased).any(1).float().mean()
     print(f"the bias changes the experts of {changed:.0%} of rows")
