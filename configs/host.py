@@ -85,6 +85,10 @@ class Host(Section):
         validate_default=True,
         description="Directory of targets, shared by runs.",
     )
+    gpu_memory_gib: PositiveFloat | None = Field(
+        default=None,
+        description="Memory of each of its GPUs, in GiB: a plan compares a rank's need with it; null: it does not.",
+    )
     threads: PositiveInt | None = Field(
         default=None, description="CPU threads of torch; null is one for each available core."
     )

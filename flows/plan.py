@@ -20,6 +20,7 @@ from slipstream.tasks.other_engines.effect import Effect
 from slipstream.tasks.other_engines.import_line import import_line, meaning
 from slipstream.tasks.other_engines.launch_facts import asked, draft_step
 from slipstream.tasks.other_engines.sglang_effects import effects
+from slipstream.tasks.rank_memory import GIB, rank_memory
 from slipstream.tasks.registry import all_stages
 from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
 
@@ -249,6 +250,8 @@ def _of_target(plan: Plan) -> list[Derived]:
         rows.append(Derived(f"slots for {engine}", ids, "layer ids that make it capture the same states"))
     dtype = deployment.server.dtype  # states are captured as the server computes them
     answer, other = derived.store_bytes_per_token(len(stored), target.hidden_size, dtype)
+    states = (len(stored) + 1) * target.hidden_size * derived.BYTES[dtype]
+    rows.append(Derived("hidden states", f"{states:,} bytes a token", f"{len(stored)} slots and the teacher"))
     rows.append(
         Derived(
             "hidden-state store",
@@ -257,10 +260,16 @@ def _of_target(plan: Plan) -> list[Derived]:
             f"elsewhere, and {derived.TOKEN_ID_AND_MASK_BYTES} of token id and mask",
         )
     )
-    kv = derived.kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, dtype)
+    kv = derived.cell_bytes(target, dtype)
     draft_kv = derived.kv_bytes_per_token(1, draft.num_kv_heads, draft.head_dim, dtype)
     rows.append(
-        Derived("KV cache", f"{kv} bytes a token, draft {draft_kv}", "2 x layers x KV heads x head size x bytes")
+        Derived(
+            "KV cache",
+            f"{kv} bytes a token, draft {draft_kv}",
+            "2 x layers x KV heads x head size x bytes"
+            if target.latent is None
+            else "layers x (latent + rope key) x bytes, on every rank; the draft's as keys and values of its heads",
+        )
     )
     rows.append(
         Derived(
@@ -269,7 +278,18 @@ def _of_target(plan: Plan) -> list[Derived]:
             f"one layer over {draft.feature_size} features, head of {draft.draft_vocab_size} tokens",
         )
     )
-    return rows
+    return [*rows, *_memory_rows(facts)]
+
+
+def _memory_rows(facts: Facts) -> list[Derived]:
+    """A rank's memory, part by part, where the deployment says how much its GPUs have."""
+    gib, memory = facts.deployment.host.gpu_memory_gib, rank_memory(facts)
+    if gib is None or memory is None:
+        return []
+    rows = [Derived(f"a rank's {part.what}", f"{part.bytes / 1e9:.2f} GB", part.how) for part in memory.parts]
+    room = gib * GIB / 1e9
+    left = f"{room - memory.total / 1e9:.2f} GB are left of {room:.2f} (host.gpu_memory_gib)"
+    return [*rows, Derived("a rank's memory", f"{memory.total / 1e9:.2f} GB", left)]
 
 
 def _slot_words(slots: Sequence[int]) -> str:

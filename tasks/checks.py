@@ -10,8 +10,9 @@ from slipstream.tasks.checks_machine import MACHINE
 from slipstream.tasks.checks_other_engine import OTHER_ENGINE
 from slipstream.tasks.contradictions import Check, Contradictions, Finding, refuse, run_checks
 from slipstream.tasks.facts import Facts, gather
-from slipstream.tasks.other_engines.nccl import F16
+from slipstream.tasks.other_engines.nccl import F16, NCCL_TUNED
 from slipstream.tasks.other_engines.sglang_effects import LAUNCH_LINE
+from slipstream.tasks.rank_memory import RANK_MEMORY
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -30,7 +31,16 @@ __all__ = [
 ]
 
 # First what the deployment alone contradicts, then what earlier runs left, then the machine.
-CHECKS: tuple[Check, ...] = (*DEPLOYMENT, *LAUNCH_LINE, F16, *LEFT_OVER, *OTHER_ENGINE, *MACHINE)
+CHECKS: tuple[Check, ...] = (
+    *DEPLOYMENT,
+    *RANK_MEMORY,
+    *LAUNCH_LINE,
+    F16,
+    NCCL_TUNED,
+    *LEFT_OVER,
+    *OTHER_ENGINE,
+    *MACHINE,
+)
 
 
 def find(facts: Facts, skip: Collection[str] = ()) -> list[Finding]:

@@ -6,6 +6,7 @@ from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.hf_config import engine_ids, scaling_alone
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, family_of
 from slipstream.engine.model_config import ModelConfig
+from slipstream.tasks.target_weights import target_weights
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
@@ -25,7 +26,7 @@ def draft_config(deployment: "Deployment", target: ModelConfig, slots: tuple[int
         intermediate_size=draft.intermediate_size or target.intermediate_size,
         num_heads=draft.num_heads or target.num_heads,
         num_kv_heads=draft.num_kv_heads or target.num_kv_heads,
-        head_dim=target.head_dim,
+        head_dim=target.head_dim if target.latent is None else target.latent.value_dim,  # its heads have no latents
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
         rope_scaling=scaling_alone(target.rope_scaling),
@@ -58,13 +59,8 @@ def embedding_parameters(draft: Eagle3Config) -> int:
 
 
 def target_parameters(target: ModelConfig) -> int:
-    """Parameters of a dense target."""
-    h, d = target.hidden_size, target.head_dim
-    attention = h * (target.num_heads + 2 * target.num_kv_heads) * d + target.num_heads * d * h
-    norms = 2 * h + (2 * d if target.qk_norm else 0)
-    layer = attention + 3 * h * target.intermediate_size + norms
-    tables = 1 if target.tie_word_embeddings else 2  # embedding, head
-    return tables * target.vocab_size * h + target.num_layers * layer + h
+    """Parameters of a target, by the checkpoint: what a rank holds of them is rank_memory.py's."""
+    return sum(weight.parameters for weight in target_weights(target))
 
 
 def store_bytes_per_token(num_slots: int, hidden_size: int, dtype: str) -> tuple[int, int]:
@@ -75,6 +71,13 @@ def store_bytes_per_token(num_slots: int, hidden_size: int, dtype: str) -> tuple
     state = hidden_size * BYTES[dtype]
     other = num_slots * state + TOKEN_ID_AND_MASK_BYTES
     return other + state, other
+
+
+def cell_bytes(target: ModelConfig, dtype: str) -> int:
+    """Bytes that the target's cache keeps of one token in all layers: keys and values of all heads, or latents."""
+    if target.latent is not None:
+        return target.num_layers * target.latent.cell * BYTES[dtype]
+    return kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, dtype)
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:

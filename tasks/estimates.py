@@ -15,6 +15,7 @@ from slipstream.tasks import derived
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.manifest import MANIFEST, read_json
 from slipstream.tasks.prompts import held_out_count, load_prompts
+from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 # Of two cores of a present-day server, measured with a model of 135 million parameters.
 READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
@@ -122,7 +123,8 @@ class _Formulas:
         size = derived.BYTES
         self.parameters = derived.target_parameters(target)
         self.weights = self.parameters * size[self.deployment.target.dtype]
-        self.served_weights = self.parameters * size[self.deployment.server.dtype]
+        served = size[self.deployment.server.dtype]
+        self.served_weights = sum(weight_bytes(weight, target, served) for weight in target_weights(target))
         self.trained = derived.trained_parameters(draft)
         self.draft_parameters = self.trained + derived.embedding_parameters(draft)
         self.step_seconds = self.served_weights / READ_BYTES_PER_SECOND
@@ -196,10 +198,10 @@ class _Formulas:
         server = self.deployment.server
         ranks = server.tensor_parallel_size
         size = derived.BYTES[server.dtype]
-        kv = derived.kv_bytes_per_token(
-            self.target.num_layers, self.target.num_kv_heads, self.target.head_dim, server.dtype
-        ) + derived.kv_bytes_per_token(1, self.draft.num_kv_heads, self.draft.head_dim, server.dtype)
+        kv = derived.cell_bytes(self.target, server.dtype)
+        kv += derived.kv_bytes_per_token(1, self.draft.num_kv_heads, self.draft.head_dim, server.dtype)
         pool = kv * server.max_running_requests * server.max_context_tokens
-        pool *= max(1, ranks // self.target.num_kv_heads)  # with more ranks than KV heads, several hold the same one
+        # With more ranks than KV heads, several hold the same one; latents are on all of them.
+        pool *= ranks if self.target.latent is not None else max(1, ranks // self.target.num_kv_heads)
         # and on each rank the interpreter with torch
         return self.served_weights + self.draft_parameters * size + pool + ranks * (512 << 20)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Weights are hashed to see whether they are still those of the extraction; above this size it would take too long here.
 HASHED_WEIGHTS_BYTES = 1 << 30
+BUILTIN = "builtin:"  # of target.shapes: what ships with Slipstream
 HOLDOUT = "builtin-holdout"  # of benchmark.prompts: the held-out part of data.prompts
 # What stages leave, as others find it.
 DRAFT = "draft"  # the draft's directory, in convert's
@@ -50,6 +51,7 @@ class Facts:
         origins: dotted key -> where its value came from; empty when nobody recorded it.
         target: shapes of the target, None while unknown.
         target_dir: its directory, None while it is not there.
+        stated: shapes that target.shapes names; they are `target` while the target itself is not there.
         target_words: where the shapes come from, or why they are unknown.
         target_problem: why the target cannot be served; "" while nothing speaks against it.
         resolve_stale: why the resolved target is not of this deployment; "" when it is, or when nothing was resolved.
@@ -63,6 +65,7 @@ class Facts:
     origins: Mapping[str, str] = field(default_factory=dict)
     target: ModelConfig | None = None
     target_dir: Path | None = None
+    stated: ModelConfig | None = None
     target_words: str = "unknown until resolve"
     target_problem: str = ""
     resolve_stale: str = ""
@@ -140,7 +143,12 @@ def gather(
             problem, words = error.found, "unknown: this is not a target that we can serve"
     elif deployment.target.kind == "local":
         problem = words.removeprefix("unknown: ")
+    stated = _stated(deployment.target.shapes)
+    if target_dir is None and stated is not None:
+        target, words = stated, f"read from {deployment.target.shapes} (target.shapes): the target is not here"
+        problem = ""
     return Facts(
+        stated=stated,
         deployment=deployment,
         workdir=workdir,
         origins={key: str(origin) for key, origin in (origins or {}).items()},
@@ -154,6 +162,24 @@ def gather(
         given_draft=None if deployment.draft.path is None else read_draft(deployment.draft.path),
         remade=remade,
     )
+
+
+def _stated(shapes: str | None) -> ModelConfig | None:
+    """The shapes that a deployment names beside its target. Raises SlipstreamError where there are none."""
+    if shapes is None:
+        return None
+    directory = Path(shapes).expanduser()
+    if shapes.startswith(BUILTIN):
+        directory = Path(str(files("slipstream.configs") / "shapes" / shapes.removeprefix(BUILTIN)))
+    if not (directory / "config.json").is_file():
+        raise SlipstreamError(
+            f"target.shapes = {shapes}: {directory} holds no config.json",
+            expected="a directory with the target's config.json, builtin:kimi-k2.5 or builtin:deepseek-v3",
+            do="correct target.shapes, or leave it out",
+        )
+    config = ModelConfig.from_dir(directory)
+    check_architecture(config, directory)
+    return config
 
 
 def _find_target(deployment: "Deployment", workdir: Path) -> tuple[Path | None, str, str]:

@@ -241,6 +241,7 @@ def start_command(
         command,
         log=workdir / f"{name}.log",
         state_file=workdir / f"{name}{STATE_SUFFIX}",
+        env=deployment.nccl.variables,
         notes={
             "host": deployment.server.host,
             "port": port,

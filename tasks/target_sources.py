@@ -64,6 +64,8 @@ def local_files(config: "Deployment") -> dict[str, str]:
     """
     if config.target.kind != "local":
         return {}
+    if config.host.kind != "local" and not Path(config.target.source).expanduser().is_dir():
+        return {}  # a path on that host, where the stage looks again
     directory = local_directory(config.target.source)
     return {path.name: _content(path) for path in model_files(directory)}
 

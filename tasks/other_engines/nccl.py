@@ -100,6 +100,27 @@ def _nearest(text: str, known: Sequence[str]) -> str:
     return lower[get_close_matches(text.lower(), list(lower), 1, 0.0)[0]]
 
 
+def _unmeasured(facts: Facts) -> Iterator[Finding]:
+    """Our own server with tuned values beside speculation: what a launch of another engine is told as an effect."""
+    keys = [
+        f"nccl.{f}" for f in Nccl.model_fields if not f.startswith("debug") and asked(facts, f"nccl.{f}") is not None
+    ]
+    if keys and facts.deployment.speculation.num_steps != 0:
+        yield Finding(
+            "nccl-tuned",
+            f"{', '.join(facts.say(key) for key in keys)}, beside {facts.say('speculation.num_steps')}",
+            "values that were measured for this K, on this card and this topology: a verify step's sums are K + 1 rows "
+            "wide and a draft's stand between them, so that what was best for plain decoding need not be best here",
+            (
+                "leave the section nccl out: NCCL chooses",
+                "benchmark with and without it, interleaved, and note for which K",
+            ),
+            severity="warning",
+            runbook="wrong-flags.md",
+        )
+
+
+NCCL_TUNED = Check("nccl-tuned", "NCCL's tuned values were measured for what is served", _unmeasured)
 F16 = Check(
     "F16", "NCCL's variables have values that NCCL takes", _values, engines=("slipstream", "sglang")
 )  # fmt: skip

@@ -71,7 +71,9 @@ def _unused(facts: Facts) -> Iterator[Finding]:
         sections: tuple[str, ...] = ("server", "speculation", "draft")
         kept = {"server.engine", "server.engine_version", "draft.slots", "draft.max_context_tokens", "draft.method"}
     else:
-        sections, kept = ("sglang", "nccl"), set()
+        server, kept = deployment.server, set()
+        sums_on_cards = server.device != "cpu" and server.tensor_parallel_size > 1  # the ranks get NCCL's variables
+        sections = ("sglang",) if sums_on_cards else ("sglang", "nccl")
     keys = [f"{section}.{field}" for section in sections for field in getattr(deployment, section).model_fields_set]
     unused = sorted(
         key

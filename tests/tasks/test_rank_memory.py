@@ -1,0 +1,190 @@
+"""A rank's memory from shapes alone: against what loading allocates, in shipped files, and where it does not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from slipstream.configs.load import load
+from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.loader import load_target
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.flows.plan import Plan, derived_values, make_plan
+from slipstream.tasks import derived
+from slipstream.tasks.rank_memory import GIB, RankMemory, draft_parameters, rank_memory, rotary_bytes
+from slipstream.tasks.target_weights import target_weights, weight_bytes
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+H200, RTX, DEEPSEEK = "kimi-k2.5-8xh200", "kimi-k2.5-8xrtxpro6000", "deepseek-v3-8xh200"
+
+
+@pytest.fixture(scope="module")
+def kimi(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
+    return load_test_module(Path(__file__).parents[1] / "checkpoints" / "kimi.py")
+
+
+def plan(name: str, *overrides: str, tmp_path: Path, skip: tuple[str, ...] = ()) -> Plan:
+    return make_plan(CONFIGS / f"{name}.yaml", overrides, workdir=tmp_path, environ={}, stages=(), skip=skip)
+
+
+def memory(found: Plan) -> RankMemory:
+    made = rank_memory(found.facts)
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("form", ["Kimi, INT4", "DeepSeek, bf16"])
+def test_weights_are_those_that_loading_allocates(kimi: ModuleType, tmp_path: Path, form: str, ranks: int) -> None:
+    kimi.synthesise(tmp_path, int4=form.startswith("Kimi"), wrapper=form.startswith("Kimi"), vocab_size=200)
+    config = ModelConfig.from_dir(tmp_path)
+    parallel = TensorParallel(0, ranks, group=None if ranks == 1 else object())
+    model = load_target(tmp_path, torch.bfloat16, parallel=parallel)
+    table = next(buffer for name, buffer in model.named_buffers() if name == "rotary.table")
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not table}
+    for module in model.modules():
+        stacks = getattr(module, "int4", None)
+        for stack in () if stacks is None else (stacks.gate_up, stacks.down):
+            tensors |= {t.data_ptr(): t.nbytes for t in vars(stack).values() if isinstance(t, torch.Tensor)}
+    planned = sum(weight_bytes(weight, config, 2) for weight in target_weights(config, ranks))
+    assert rotary_bytes(config, 2) == table.nbytes
+    assert planned == pytest.approx(sum(tensors.values()), rel=0.01)
+
+
+def test_parameters_are_those_of_the_checkpoint(kimi: ModuleType, tmp_path: Path) -> None:
+    made = kimi.synthesise(tmp_path, int4=False, n_shared_experts=2, first_k_dense_replace=2)
+    expected = sum(p.numel() for p in made.reference.parameters())
+    expected += sum(b.numel() for name, b in made.reference.named_buffers() if name.endswith("correction_bias"))
+    assert derived.target_parameters(ModelConfig.from_dir(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_draft_parameters_are_those_of_its_network(tmp_path: Path, ranks: int) -> None:
+    facts = plan(H200, tmp_path=tmp_path).facts
+    assert facts.target is not None
+    assert facts.slots is not None
+    config = derived.draft_config(facts.deployment, facts.target, facts.slots)
+    parallel = TensorParallel(0, ranks, group=None if ranks == 1 else object())
+    with torch.device("meta"):
+        network = Eagle3Network(config, torch.bfloat16, parallel)
+    assert draft_parameters(config, ranks) == sum(p.numel() for p in network.parameters())
+    assert config.head_dim == 128
+
+
+@pytest.mark.parametrize(("name", "weights"), [(H200, 76.3), (RTX, 76.3), (DEEPSEEK, 52.3)])
+def test_shipped_files_fit(tmp_path: Path, name: str, weights: float) -> None:
+    found = plan(name, tmp_path=tmp_path)
+    assert [str(error) for error in found.errors] == []
+    made, gib = memory(found), found.loaded.deployment.host.gpu_memory_gib
+    assert gib is not None
+    assert made.total < gib * GIB * 0.95
+    parts = {part.what: part.bytes for part in made.parts}
+    assert (parts["routed experts"] + parts["other weights"]) / 1e9 == pytest.approx(weights, abs=0.1)
+    rows = {row.name: row.value for row in derived_values(found)}
+    assert rows["hidden states"] == "57,344 bytes a token"
+    assert rows["a rank's memory"] == f"{made.total / 1e9:.2f} GB"
+    assert made.total == sum(parts.values())
+
+
+def test_kimi_by_hand(tmp_path: Path) -> None:
+    """Figures worked out apart: 60 layers of 384 experts in 4.5 bits, and what every layer has beside them."""
+    found = plan(H200, tmp_path=tmp_path)
+    assert derived.target_parameters(found.facts.target) == pytest.approx(1.026e12, rel=0.002)  # "1T"
+    parts = {part.what: part.bytes for part in memory(found).parts}
+    assert parts["routed experts"] == 60 * 384 * 3 * 7168 * 2048 * 9 // 16 // 8
+    layer = 7168 * (1536 + 576) + 8 * (192 * 1536 + 128 * 7168 + 2 * 256 * 512)
+    mixed = 384 * 7168 + 3 * 7168 * 256
+    others = 61 * layer + 60 * mixed + 3 * 7168 * 2304 + 2 * 20480 * 7168
+    assert parts["other weights"] == pytest.approx(2 * others, rel=1e-3)
+    tokens = 1 + 16 * -(-(32768 + 4) // 16)
+    assert parts["KV cache"] == tokens * 16 * 61 * 576 * 2  # not divided by the ranks
+    assert parts["draft's KV cache"] == tokens * 16 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize("name", [H200, RTX])
+def test_what_does_not_fit_says_so_and_what_to_change(tmp_path: Path, name: str) -> None:
+    over = ("server.max_running_requests=64",)
+    (error,) = plan(name, *over, tmp_path=tmp_path).errors
+    assert error.check == "gpu-memory"
+    assert "a rank needs" in error.found
+    assert "KV cache" in error.found
+    ways = [way.removeprefix("write ").split(" or")[0].replace(": ", "=") for way in error.ways[:2]]
+    assert [way.split("=")[0] for way in ways] == ["server.max_context_tokens", "server.max_running_requests"]
+    for way in ways:
+        key, value = way.split("=")
+        lower = () if "context" not in key else ("data.max_new_tokens=16", "benchmark.max_new_tokens=16")
+        prompts = () if "context" not in key else ("data.max_prompt_tokens=64",)
+        assert not [
+            e for e in plan(name, *over, way, *lower, *prompts, tmp_path=tmp_path).errors if "memory" in e.check
+        ]
+        more = f"{key}={int(int(value) * 1.05) + 1}"
+        assert [e for e in plan(name, *over, more, tmp_path=tmp_path).errors if e.check == "gpu-memory"]
+    assert not plan(name, *over, tmp_path=tmp_path, skip=("gpu-memory",)).errors
+
+
+def test_weights_alone_can_be_too_large(tmp_path: Path) -> None:
+    (error,) = plan(H200, "host.gpu_memory_gib=70.0", tmp_path=tmp_path).errors
+    assert "no room at all" in error.expected
+    assert error.ways == ("write a larger server.tensor_parallel_size, or serve on GPUs with more memory",)
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("speculation.verify_width=16", "F1"),
+        ("draft.max_context_tokens=2048", "F14"),
+        ("nccl.proto=LL256", "F16"),
+        ("server.tensor_parallel_size=5", "expert-groups"),
+        ("capture.slots=[2, 30, 62]", "slots"),
+    ],
+)
+def test_faults_of_the_incident_are_refused(tmp_path: Path, override: str, fault: str) -> None:
+    found = [error.fault or error.check for error in plan(RTX, override, tmp_path=tmp_path).errors]
+    assert fault in found
+
+
+def test_nccl_values_are_told_as_unmeasured_and_reach_the_ranks(tmp_path: Path) -> None:
+    found = plan(RTX, tmp_path=tmp_path)
+    (warning,) = [f for f in found.findings if f.check == "nccl-tuned"]
+    assert "NCCL" in warning.ways[0]
+    assert "nccl.proto = LL" in warning.found
+    assert "nccl.nthreads = 512" in warning.found
+    assert not [f for f in plan(RTX, "speculation.num_steps=0", tmp_path=tmp_path).findings if f.check == "nccl-tuned"]
+    assert found.loaded.deployment.nccl.variables == {
+        "NCCL_PROTO": "LL",
+        "NCCL_ALGO": "Ring",
+        "NCCL_P2P_LEVEL": "SYS",
+        "NCCL_MAX_NCHANNELS": "16",
+        "NCCL_BUFFSIZE": "16777216",
+        "NCCL_NTHREADS": "512",
+    }
+
+
+def test_stated_shapes_are_compared_with_the_target_once_it_is_there(tmp_path: Path, left_over: ModuleType) -> None:
+    world = left_over.World(tmp_path)
+    other = tmp_path / "shapes"
+    other.mkdir()
+    config = json.loads((world.target / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config))
+    world.write({"target": {"shapes": str(other)}})
+    assert world.plan().errors == ()
+    (other / "config.json").write_text(json.dumps({**config, "hidden_size": 128}))
+    (error,) = world.plan().errors
+    assert error.check == "target-shapes"
+    assert "hidden_size" in error.found
+    (other / "config.json").unlink()
+    with pytest.raises(Exception, match="holds no config"):
+        world.plan()
+
+
+def test_a_dense_target_is_counted_too(tmp_path: Path, left_over: ModuleType) -> None:
+    world = left_over.World(tmp_path, {"host": {"gpu_memory_gib": 80.0}, "speculation": {"num_steps": 2}})
+    made = rank_memory(world.plan().facts)
+    assert made is not None
+    parts = {part.what: part.bytes for part in made.parts}
+    assert parts["other weights"] == 2 * derived.target_parameters(world.plan().facts.target)
+    assert load(world.file, (), {}).deployment.host.gpu_memory_gib == 80.0
