@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slipstream.engine.capture import default_slots, slot_id, slot_name
-from slipstream.engine.drafts.eagle3.hf_config import IDS_KEY
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Reading, family_of, reading
+from slipstream.engine.drafts.eagle3.published import IDS_KEY
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import TargetIdentity, identity_differences, slot_differences
 from slipstream.tasks.contradictions import Check, Finding

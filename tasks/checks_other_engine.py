@@ -52,7 +52,15 @@ def _serving_slots(facts: Facts) -> Iterator[Finding]:
     if trained is not None and stated is not None and trained != stated:
         yield _stated_otherwise(facts, draft, trained, stated)
     engine = facts.deployment.server.engine
-    if engine != "slipstream":  # which captures by name
+    if engine == "slipstream":  # which captures by name
+        if draft.problem:
+            yield Finding(
+                CHECK,
+                draft.problem,
+                "a Llama-type EAGLE-3 draft: Slipstream's engine has networks of no other kind",
+                ("name another draft (draft.path)", "leave draft.path out: this deployment then trains its own"),
+            )
+    else:
         yield from _other_engine(facts, Engine(engine), draft, trained or stated)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.capture import slot_id, slot_name
-from slipstream.engine.drafts.eagle3.hf_config import CONFIG, IDS_KEY, RECORD
+from slipstream.engine.drafts.eagle3.hf_config import CONFIG, RECORD
+from slipstream.engine.drafts.eagle3.published import IDS_KEY, check_kind
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json_object
 from slipstream.engine.handover import TargetIdentity
@@ -37,6 +38,7 @@ class DraftFacts:
         architecture: the first one in config.json; "" when there is none.
         target_hidden_size: width of one state, in elements; None when config.json does not say.
         target_num_layers, target_family: of the target that it was trained on, from slipstream.json.
+        problem: why our own engine has no network for it; "" where it has.
         captures: false when config.json switches capture off (`eagle_config.use_aux_hidden_state`).
     """
 
@@ -51,6 +53,7 @@ class DraftFacts:
     target_hidden_size: int | None = None
     target_num_layers: int | None = None
     target_family: str | None = None
+    problem: str = ""
     captures: bool = True
 
 
@@ -83,8 +86,17 @@ def read_draft(path: Path) -> DraftFacts | None:
         target_hidden_size=_count(config, "target_hidden_size", here) or _count(config, "hidden_size", here),
         target_num_layers=_count(own, "target_num_layers", told),
         target_family=own.get("target_family"),
+        problem=_problem(here, config),
         captures=bool(nested.get("use_aux_hidden_state", True)),
     )
+
+
+def _problem(path: Path, config: Mapping[str, Any]) -> str:
+    try:
+        check_kind(path, config)
+    except SlipstreamError as error:
+        return error.found
+    return ""
 
 
 def _folders(path: Path) -> tuple[Path, Path]:

@@ -17,6 +17,7 @@ from slipstream.engine.card_group import carrier_name, check_shares, join_cards
 from slipstream.engine.device import device_name, resolve_device
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft
 from slipstream.engine.drafts.eagle3.hf_config import read_record
+from slipstream.engine.drafts.eagle3.layer_ids import family_of
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
@@ -97,6 +98,8 @@ def build_engine(
                 Path(options.draft),
                 getattr(torch, options.dtype),
                 target_embedding=target.embed_tokens.weight,
+                target_num_layers=target.config.num_layers,
+                family=family_of(target.config.architecture),
                 parallel=parallel,
                 skip=skip,
             )

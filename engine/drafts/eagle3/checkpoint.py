@@ -17,6 +17,7 @@ from torch import nn
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.hf_config import CONFIG, DraftRecord, read_config, write_configs
+from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
@@ -147,6 +148,7 @@ def load_draft(
     target_embedding: torch.Tensor | None = None,
     slots: tuple[int, ...] | None = None,
     target_num_layers: int | None = None,
+    family: Family | None = None,
     parallel: TensorParallel | None = None,
     skip: Collection[str] = (),
 ) -> Eagle3Network:
@@ -158,14 +160,14 @@ def load_draft(
         target_embedding: [V, h] (this rank's rows of it), for a draft that leaves its embedding to the target's or
             holds a copy of it. The draft is loaded to its device, without one to the CPU; on a card its weights are
             packed as the target's are.
-        slots, target_num_layers: for a draft without slipstream.json.
+        slots, target_num_layers, family: for a draft without slipstream.json; of the target, the latter two.
         parallel: the ranks that share the draft; this one keeps its own part.
         skip: faults whose checks are off.
 
     Raises SlipstreamError: F8, F9, F2 and F3 (config.json and slipstream.json disagree), a form that no layer has, or
     a file that is cut short.
     """
-    config = read_config(directory, slots=slots, target_num_layers=target_num_layers, skip=skip)
+    config = read_config(directory, slots=slots, target_num_layers=target_num_layers, family=family, skip=skip)
     tensors = read_tensors(directory)
     if dtype is None:
         value = json.loads((directory / CONFIG).read_text())

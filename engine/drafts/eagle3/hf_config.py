@@ -13,13 +13,13 @@ from typing import Any
 from slipstream.engine.capture import CapturePlan, default_slots, slot_id, slot_name
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
+from slipstream.engine.drafts.eagle3.published import IDS_KEY, check_kind, published_slots
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json_object, write_atomic
 from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
 
 CONFIG = "config.json"
 RECORD = "slipstream.json"
-IDS_KEY = "eagle_aux_hidden_state_layer_ids"  # at the top level for vLLM, under `eagle_config` for SGLang
 RECORD_FORMAT = "slipstream-eagle3"
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -133,18 +133,22 @@ def read_config(
     *,
     slots: tuple[int, ...] | None = None,
     target_num_layers: int | None = None,
+    family: Family | None = None,
     skip: Collection[str] = (),
 ) -> Eagle3Config:
     """The draft of a directory.
 
     Args:
         directory: with config.json, and slipstream.json if Slipstream wrote it.
-        slots, target_num_layers: for a draft without slipstream.json, whose config cannot tell them safely.
+        slots, target_num_layers: for a draft without slipstream.json.
+        family: of the target; with it a draft of another trainer tells its slots itself where its ids are unambiguous.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError for a missing key, and (F2, F3) when config.json names other slots than slipstream.json.
+    Raises SlipstreamError for a missing key, and (F2, F3) when config.json names other slots than slipstream.json;
+    for a kind of draft that there is no network for; and (F4) for ids that engines read differently.
     """
     value = _read_json(directory / CONFIG)
+    check_kind(directory / CONFIG, value)
     own = _read_json(directory / RECORD) if (directory / RECORD).is_file() else None
     if own is not None:
         try:
@@ -156,6 +160,8 @@ def read_config(
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _bad_record(directory / RECORD, error) from error
         _check_ids(directory, value, plan, family, skip)
+    elif slots is None and family is not None and target_num_layers is not None:
+        slots = published_slots(directory / CONFIG, value, family, target_num_layers)
     if slots is None or target_num_layers is None:
         raise SlipstreamError(
             f"{directory} has no {RECORD}: its config.json holds layer ids, which engines read differently",

@@ -1,0 +1,118 @@
+"""Drafts of Kimi-K2.5 as others publish them: three forms of ids, and kinds that have no network here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.engine.drafts.eagle3.hf_config import read_config
+from slipstream.engine.drafts.eagle3.layer_ids import Family
+from slipstream.engine.errors import SlipstreamError
+from slipstream.tasks.draft_facts import read_draft
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYERS = 61
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 50000.0,
+    "max_position_embeddings": 262144,
+    "vocab_size": 163840,
+    "draft_vocab_size": 163840,
+}
+MLA = LLAMA | {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "model_type": "kimi_k2",
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "eagle_config": {IDS: [2, 30, 58], "use_aux_hidden_state": True},
+}
+
+
+def save(directory: Path, value: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(value))
+    return directory
+
+
+def read(directory: Path, value: dict[str, Any], family: Family = Family.KIMI_K25, **named: Any) -> tuple[int, ...]:
+    return read_config(save(directory, value), target_num_layers=LAYERS, family=family, **named).slots
+
+
+@pytest.mark.parametrize(
+    ("form", "slots"),
+    [
+        ({"eagle_config": {IDS: [2, 30, 58], "use_aux_hidden_state": True}}, (2, 30, 58)),
+        ({IDS: [2, 30, 58]}, (2, 30, 58)),
+        ({}, (2, 30, 58)),  # none: what both engines take
+        ({IDS: [3, 20, 40], "eagle_config": {IDS: [3, 20, 40]}}, (3, 20, 40)),
+        ({IDS: [2, 30, 58], "eagle_config": {IDS: [1, 29, 57]}}, (2, 30, 58)),  # first id 1: SGLang adds 1
+    ],
+)
+@pytest.mark.parametrize("family", [Family.KIMI_K25, Family.DEEPSEEK])
+def test_three_forms_of_ids(tmp_path: Path, form: dict[str, Any], slots: tuple[int, ...], family: Family) -> None:
+    assert read(tmp_path, LLAMA | form, family) == slots
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({"eagle_config": {IDS: [1, 29, 57]}}, r"means different states.*\[2, 30, 58\].*\[1, 29, 57\]"),
+        ({IDS: [2, 30, 58], "eagle_config": {IDS: [3, 31, 59]}}, "means different states"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ({IDS: [2, 30, 62]}, "62"),
+    ],
+)
+def test_ids_that_do_not_tell_are_refused_until_slots_are_named(
+    tmp_path: Path, form: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(SlipstreamError, match=words):
+        read(tmp_path, LLAMA | form)
+    assert read(tmp_path, LLAMA | form, slots=(3, 31, 59)) == (3, 31, 59)
+
+
+def test_the_same_nested_ids_of_a_llama_target_do_not_tell(tmp_path: Path) -> None:
+    """SGLang's Llama adds 1 to every id, vLLM to none."""
+    with pytest.raises(SlipstreamError, match="means different states") as error:
+        read(tmp_path, LLAMA | {"eagle_config": {IDS: [2, 30, 58]}}, Family.LLAMA)
+    assert error.value.fault == "F4"
+
+
+def test_without_a_target_nothing_is_guessed(tmp_path: Path) -> None:
+    with pytest.raises(SlipstreamError, match=r"no slipstream\.json"):
+        read_config(save(tmp_path, LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (MLA, r"latent attention \(MLA\): Eagle3DeepseekV2ForCausalLM, model_type kimi_k2, q_lora_rank 1536, kv_lora"),
+        (MLA | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "latent attention"),
+        (LLAMA | {"architectures": ["Qwen9ForCausalLMEagle3"]}, "names the architecture Qwen9"),
+        ({"speculators_config": {}, "speculators_model_type": "eagle3"}, "speculators format"),
+    ],
+)
+def test_other_kinds_are_named_and_refused(tmp_path: Path, value: dict[str, Any], words: str) -> None:
+    with pytest.raises(SlipstreamError, match=words):
+        read(tmp_path, value, slots=(2, 30, 58))
+    facts = read_draft(tmp_path)
+    assert facts is not None
+    assert facts.problem
+    if "eagle_config" in value:
+        assert facts.nested_ids == (2, 30, 58)
+
+
+def test_a_draft_that_there_is_a_network_for_has_no_problem(tmp_path: Path) -> None:
+    facts = read_draft(save(tmp_path, LLAMA))
+    assert facts is not None
+    assert facts.problem == ""
