@@ -17,7 +17,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         [M, H, N].
     """
     if on_gpu(x):
-        from slipstream.kernels.gpu import head_linear as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import head_linear as gpu
 
         return gpu.head_linear(x, weight)
     if not weight.shape[0]:

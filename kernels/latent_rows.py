@@ -22,7 +22,7 @@ def write_latent(
         write_index: [M] int64, the cell of each row in the flattened cache.
     """
     if on_gpu(kv):
-        from slipstream.kernels.gpu import latent_rows as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import latent_rows as gpu
 
         gpu.write_latent(kv, norm, cos, sin, cache, write_index)
         return
@@ -35,7 +35,7 @@ def write_latent(
 def rotate_query(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """q [M, H, nope + rope] with its last columns, as many as cos [M, rope] has, rotated; for `mla_prefill`."""
     if on_gpu(q):
-        from slipstream.kernels.gpu import latent_rows as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import latent_rows as gpu
 
         return gpu.rotate_query(q, cos, sin)
     nope = q.shape[-1] - cos.shape[-1]
@@ -54,7 +54,7 @@ def absorb_query(q: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: tor
         [M, H, kv_rank + rope].
     """
     if on_gpu(q):
-        from slipstream.kernels.gpu import latent_rows as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import latent_rows as gpu
 
         return gpu.absorb_query(q, key, cos, sin)
     nope = key.shape[2]

@@ -31,7 +31,7 @@ def mla_attention(
     The bits of a row depend on its own position and keys alone, as in `paged_attention`.
     """
     if on_gpu(q):
-        from slipstream.kernels.gpu import mla_attention as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import mla_attention as gpu
 
         return gpu.mla_attention(q, cache, rows, scale, kv_rank)
     if not q.shape[2]:
@@ -66,7 +66,7 @@ def mla_prefill(
         [B, R, H, value_dim]. Bits of a row do not depend on how the prompt is cut into chunks.
     """
     if on_gpu(q):
-        from slipstream.kernels.gpu import mla_attention as gpu  # type: ignore[attr-defined]  # until it is written
+        from slipstream.kernels.gpu import mla_attention as gpu
 
         return gpu.mla_prefill(q, cache, rows, scale, expand, nope_dim, value_dim)
     batch, _, heads, key_dim = q.shape

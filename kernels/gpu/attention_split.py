@@ -159,10 +159,15 @@ class _Workspace:
 _WORKSPACES: dict[torch.device, _Workspace] = {}
 
 
+def workspace_of(device: torch.device) -> _Workspace:
+    """The device's, empty at first."""
+    if device not in _WORKSPACES:
+        _WORKSPACES[device] = _Workspace(device)
+    return _WORKSPACES[device]
+
+
 def reserve(device: torch.device, batch: int, kv_heads: int, split: Split, padded: int) -> _Workspace:
-    workspace = _WORKSPACES.get(device)
-    if workspace is None:
-        workspace = _WORKSPACES[device] = _Workspace(device)
+    workspace = workspace_of(device)
     slots = batch * kv_heads * split.row_blocks * split.slots
     workspace.reserve(slots * split.rows * (padded + 2), slots)
     return workspace

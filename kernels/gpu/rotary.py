@@ -1,4 +1,4 @@
-"""Triton kernel of `rotary_rows`: one program a row."""
+"""Triton kernel of `rotary_rows`, one program a row, and the rotation of a head for other kernels."""
 
 import torch
 import triton
@@ -18,6 +18,24 @@ def rotary_row(positions_ptr, table_ptr, num_positions, num_rows, out_ptr, m, WI
         row = (half * num_positions + position) * WIDTH
         x = tl.load(table_ptr + row + d, mask=known, other=float("nan"))
         tl.store(out_ptr + (half * num_rows + m) * WIDTH + d, x, mask=inside)
+
+
+@triton.jit
+def rotated(x_ptr, cos_ptr, sin_ptr, m, d, inside, WIDTH: tl.constexpr):
+    """Columns d of x, rotated by the angles [.., WIDTH] of row m: both products and their sum are rounded, as in torch.
+
+    x_ptr, m and d broadcast to the shape of `inside`, where there is something to read.
+    """
+    HALF: tl.constexpr = WIDTH // 2
+    cos = tl.load(cos_ptr + m * WIDTH + d, mask=inside, other=0.0)
+    sin = tl.load(sin_ptr + m * WIDTH + d, mask=inside, other=0.0)
+    x = tl.load(x_ptr + d, mask=inside, other=0.0)
+    partner = tl.load(x_ptr + tl.where(d < HALF, d + HALF, d - HALF), mask=inside, other=0.0)
+    partner = tl.where(d < HALF, -partner.to(tl.float32), partner.to(tl.float32))
+    TYPE: tl.constexpr = x.dtype
+    straight = (x.to(tl.float32) * cos.to(tl.float32)).to(TYPE).to(tl.float32)
+    crossed = (partner * sin.to(tl.float32)).to(TYPE).to(tl.float32)
+    return (straight + crossed).to(TYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_positions"])
