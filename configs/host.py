@@ -56,7 +56,8 @@ class Host(Section):
         description="A Python of 3.10 or newer on the far host.",
     )
     connect_timeout_seconds: PositiveFloat = Field(
-        default=15.0, description="Limit of each step of a connection: TCP, banner, keys, login, a new channel."
+        default=15.0,
+        description="Limit of each step of a connection: name and TCP, banner and keys, login, a new channel.",
     )
     command_timeout_seconds: PositiveFloat = Field(
         default=60.0, description="Limit of a short command on the host; jobs have none."
@@ -65,7 +66,9 @@ class Host(Section):
         default=15, description="Between two signs of life; a connection that leaves three unanswered is given up."
     )
     reconnect_seconds: CountOrZero = Field(
-        default=600, description="How long a broken connection may take to come back before the run ends."
+        default=600,
+        description="How long a connection that broke may take to come back before the run ends. A host that has not "
+        "answered before is not waited for.",
     )
     more: Annotated[tuple[OtherHost, ...], Field(strict=False)] = Field(
         default=(),

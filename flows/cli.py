@@ -201,9 +201,10 @@ def bench(
 
     options = {"as_json": as_json, "force": force}
     after = load(config, overrides or ()).deployment.server.after
+    run_stages(("cleanup",), config, overrides, workdir, **options)  # until its end nothing is ours to stop
     keep = False
     try:
-        run_stages(("cleanup", "tune", "launch", "benchmark"), config, overrides, workdir, **options)
+        run_stages(("tune", "launch", "benchmark"), config, overrides, workdir, **options)
         keep = after == "keep"
     finally:
         if not keep:

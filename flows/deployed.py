@@ -30,12 +30,13 @@ REPORTER: ContextVar[Reporter | None] = ContextVar("reporter", default=None)
 
 @dataclass(frozen=True)
 class Deployed:
-    """A deployment in a flow run: `run` runs a stage plainly, `tasks` as a Prefect task."""
+    """A deployment in a flow run: `run` runs a stage plainly, `tasks` as a Prefect task, `reporter` is told."""
 
     deployment: "Deployment"
     workdir: Path
     run: StageRunner
     tasks: StageTasks
+    reporter: Reporter
 
 
 @contextmanager
@@ -58,4 +59,5 @@ def deployed(config: str, overrides: Sequence[str], *, force: bool = False) -> I
         run_record(workdir, run_id, context.flow.name if context.flow else "", api),
         stage_runner(deployment, workdir, reporter, force=force) as run,
     ):
-        yield Deployed(deployment, workdir, run, StageTasks(run, deployment, workdir, reporter, refresh=force))
+        tasks = StageTasks(run, deployment, workdir, reporter, refresh=force)
+        yield Deployed(deployment, workdir, run, tasks, reporter)

@@ -10,6 +10,7 @@ Prefect's worker calls hooks by keyword: the parameters must be called flow, flo
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 IN_USE = " is in use by process "  # the words of tasks.lock.WorkdirInUse
 LIMIT_SECONDS = 900.0
 RECONNECT_SECONDS = 60  # to a far host; the run's own patience ended with it
+AGAIN_SECONDS = 5.0
+AWAY = " cannot be reached: "  # the words of tasks.hosts.ssh_connection
 
 
 def stop_what_ran(flow: "Flow[..., Any]", flow_run: "FlowRun", state: "State[Any]") -> None:
@@ -48,16 +51,22 @@ def _afterwards(stage: str, flow: "Flow[..., Any]", flow_run: "FlowRun", state: 
     logger = flow_run_logger(flow_run, flow)
     overrides = [*(parameters.get("overrides") or ()), f"host.reconnect_seconds={RECONNECT_SECONDS}"]
     words = ["stage", stage, str(parameters["config"]), "--json", *(w for o in overrides for w in ("--set", o))]
-    done = subprocess.run(
-        [*python_module("slipstream.flows.cli"), *words],
-        cwd=_directory(flow_run),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-    )
+    directory, deadline = _directory(flow_run), time.monotonic() + RECONNECT_SECONDS
+    while True:
+        done = subprocess.run(
+            [*python_module("slipstream.flows.cli"), *words],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=False,
+        )
+        # A command does not wait for a host that it has not reached yet; after a run that did reach it, we do.
+        if done.returncode == 0 or AWAY not in done.stdout or time.monotonic() + AGAIN_SECONDS > deadline:
+            break
+        time.sleep(AGAIN_SECONDS)
     for line in done.stdout.splitlines():
         logger.info("%s", _words(line))
     if done.returncode and IN_USE in done.stdout:

@@ -1,7 +1,7 @@
 """Flow `lifecycle`: from a package to a benchmarked speculative server and back to a clean machine.
 
 One flow with a Prefect task for each stage. Whatever happens, servers that the run started are stopped, but for
-`server.after: keep` after a run that ended well, and on a far host that cannot be reached any more.
+`server.after: keep` after a run that ended well, and on a far host that cannot be reached.
 """
 
 from typing import Any
@@ -38,7 +38,6 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
     """
     with deployed(config, overrides or ()) as here:
         refuse_other_engine(here.deployment, "the lifecycle")
-        keep = False
         try:
             here.run(get_stage("cleanup"))  # servers of an earlier run that was killed
             plan = make_plan(config, overrides or ())
@@ -47,11 +46,15 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
             results = [here.tasks(stage) for stage in all_stages()]
             publish_report(results[-1])
             gates.require(results[-1].figures["gates"])
-            keep = here.deployment.server.after == "keep"
         except HostUnreachable:
-            keep = True  # nothing can be stopped there now: what runs goes on, and the next run finds it
+            raise  # nothing can be stopped there now: what runs goes on, and the next run finds it
+        except BaseException:
+            # Outside of Prefect: it has to work when the flow is being torn down.
+            try:
+                here.run(get_stage("cleanup"))
+            except HostUnreachable as error:  # no reason to end for another reason than the first
+                here.reporter.warn("cleanup", f"{error.found}: what runs there goes on; `slipstream clean` stops it")
             raise
-        finally:
-            if not keep:
-                here.run(get_stage("cleanup"))  # outside of Prefect: it has to work when the flow is being torn down
+        if here.deployment.server.after != "keep":
+            here.run(get_stage("cleanup"))
     return {result.name: {"status": result.status, "seconds": result.seconds} for result in results}

@@ -136,7 +136,8 @@ class Host(Protocol):
     """Where commands run and jobs live. Paths are relative to Slipstream's directory there, or absolute.
 
     Every call raises SlipstreamError in words for people, and HostUnreachable where the connection fails for good. All
-    but `run` may be asked again without harm, and are, for as long as a broken connection may take to come back.
+    but `run` may be asked again without harm, and are, for as long as a broken connection may take to come back; not a
+    host that never answered, and not after a signal (SIGTERM, Ctrl-C), after which whatever does not stand is given up.
     """
 
     @property

@@ -44,8 +44,12 @@ def rsync(target: SshTarget, source: str, destination: str, *, to_host: bool, pr
         ]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as running:
             assert running.stdout is not None
-            for arrived in _arrived(running.stdout.fileno()):
-                progress(arrived)
+            try:
+                for arrived in _arrived(running.stdout.fileno()):
+                    progress(arrived)
+            except BaseException:
+                running.terminate()  # else leaving it waits for its end, and so do we when a signal ends us
+                raise
         errors.seek(0)
         words = errors.read().decode(errors="replace").strip()[-500:]
     if running.returncode in CONNECTION_LOST and "command not found" not in words:

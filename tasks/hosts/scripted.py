@@ -65,12 +65,14 @@ class ScriptedHost(ABC):
     Args:
         base: Slipstream's directory on the host; a relative one lies in the home directory.
         command_seconds: limit of a short command and of an answer.
-        reconnect_seconds: how long a broken connection may take to come back; 0 is not at all.
+        reconnect_seconds: how long a connection that broke may take to come back; 0 is not at all.
     """
 
     def __init__(self, base: str, *, command_seconds: float, reconnect_seconds: float) -> None:
         self.base, self.command_seconds, self.reconnect_seconds = base, command_seconds, reconnect_seconds
         self._directory = ""  # known once asked for; it does not change while a host is a host
+        self._reached = False  # a host that never answered is no broken connection: its address may be wrong
+        self._interrupted = False
 
     @property
     @abstractmethod
@@ -93,6 +95,11 @@ class ScriptedHost(ABC):
     @abstractmethod
     def _fetch(self, source: str, target: Path, progress: Progress) -> str:
         """Copies a file from the host, the same way."""
+
+    @property
+    def _stands(self) -> bool:
+        """Whether a connection stands, as far as this side knows."""
+        return True
 
     @property
     def directory(self) -> str:
@@ -267,15 +274,29 @@ class ScriptedHost(ABC):
         return answer["value"]
 
     def _repeat(self, what: Any, *, again: bool = True) -> Any:
+        """What `what` returns. A connection that stood and broke is waited for; one that never stood is not.
+
+        A signal that comes meanwhile ends the waiting, also of later calls: whoever cleans up on the way out does not
+        wait for minutes, and not at all where the signal came while nothing stood.
+        """
+        if self._interrupted and not self._stands:
+            raise HostUnreachable(f"{self.name} was given up when we were told to end")
         deadline, pause = time.monotonic() + self.reconnect_seconds, FIRST_PAUSE_SECONDS
-        while True:
-            try:
-                return what()
-            except HostUnreachable:
-                if not again or time.monotonic() + pause > deadline:
-                    raise
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        try:
+            while True:
+                try:
+                    return what()
+                except HostUnreachable:
+                    patient = again and self._reached and not self._interrupted
+                    if not patient or time.monotonic() + pause > deadline:
+                        raise
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        except Exception:
+            raise
+        except BaseException:  # SystemExit, KeyboardInterrupt, Prefect's own
+            self._interrupted = True
+            raise
 
     def _no_answer(self, code: int, output: str) -> SlipstreamError:
         wanted = ".".join(map(str, MINIMUM_PYTHON))

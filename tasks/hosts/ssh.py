@@ -30,7 +30,7 @@ class SshHost(ScriptedHost):
         base: Slipstream's directory there; a relative one lies in the home directory.
         python: a Python of 3.10 or newer there.
         command_seconds: limit of a short command.
-        reconnect_seconds: how long a broken connection may take to come back.
+        reconnect_seconds: how long a connection that broke may take to come back; the first one is not waited for.
     """
 
     def __init__(
@@ -52,6 +52,10 @@ class SshHost(ScriptedHost):
     @property
     def name(self) -> str:
         return str(self.target.address)
+
+    @property
+    def _stands(self) -> bool:
+        return self._connection is not None and self._connection.is_open
 
     def close(self) -> None:
         with self._lock:
@@ -75,7 +79,7 @@ class SshHost(ScriptedHost):
                 except BaseException:
                     connection.close()
                     raise
-                self._connection = connection
+                self._connection, self._reached = connection, True
             return self._connection
 
     def _exchange(self, request: bytes, mark: str, seconds: float) -> tuple[int, str]:

@@ -29,9 +29,18 @@ from slipstream.tasks.hosts.host import HostUnreachable
 from slipstream.tasks.hosts.known_hosts import Refuse, changed_key
 from slipstream.tasks.hosts.sftp import Sftp
 from slipstream.tasks.hosts.ssh_target import UNANSWERED_KEEPALIVES, SshTarget
+from slipstream.tasks.hosts.tcp import connect_tcp
 
 READ_BYTES = 65_536
 FULL_PAUSE_SECONDS = 0.2  # until a channel that others hold may be free
+LOGIN_TIMED_OUT = "Authentication timeout."  # paramiko's words: of the same class as a refused login
+SAID = {  # what paramiko says, for people
+    LOGIN_TIMED_OUT: "no answer to the login in time",
+    "No existing session": "no SSH server answered there in time",  # the wait for banner and keys ended
+    "Authentication failed: transport shut down or saw EOF": "the server ended the connection during the login, "
+    "as it does when it goes down, and after too many keys (host.identity_file names the right one)",
+    "timed out": "no answer in time",
+}
 WAITING_SECONDS = 300.0  # a program there that is not asked for longer may have ended (`far_side.IDLE_SECONDS`)
 
 logging.getLogger("paramiko").addHandler(logging.NullHandler())  # its tracebacks; we say what happened in words
@@ -107,7 +116,7 @@ class SshConnection:
         with self._sftp_lock:
             if self._sftp is None:
                 try:
-                    with self._broken("file channel"):
+                    with self._broken("file channel"), self._limited(self.target.connect_seconds):
                         transport = self._transport
                         client = paramiko.SFTPClient.from_transport(transport)
                         assert client is not None
@@ -173,24 +182,37 @@ class SshConnection:
             channel.set_combine_stderr(True)
             channel.settimeout(self.target.connect_seconds)
             try:
-                channel.exec_command(command)
+                with self._limited(self.target.connect_seconds):
+                    channel.exec_command(command)
             except BaseException:
                 channel.close()
                 raise
             return channel
 
+    @contextmanager
+    def _limited(self, seconds: float) -> Iterator[None]:
+        """Ends the connection where the body takes longer: paramiko waits without a limit for a channel's answers."""
+        with _ends_after(seconds, self.close):
+            yield
+
     def _open(self, address: SshAddress, through: fabric.Connection | None) -> fabric.Connection:
-        link = self._link(address, through)
+        link, limit = self._link(address, through), self.target.connect_seconds
         try:
-            link.open()
+            if through is None:
+                link.connect_kwargs["sock"] = connect_tcp(address.address, address.port, limit)
+            # Twice: banner and keys have one limit together, and the login has one for each key that is tried.
+            with _ends_after(2 * limit, link.client.close):
+                link.open()
             transport = link.transport
             assert transport is not None
             transport.set_keepalive(int(self.target.keepalive_seconds))
             if through is None:
                 _limit_silence(transport, self.target.keepalive_seconds)
         except BaseException as error:
+            transport = link.client.get_transport()
+            answers = transport is not None and transport.is_active()
             link.client.close()
-            told = self._explain(error, address)
+            told = self._explain(error, address, answers=answers)
             if told is None:
                 raise
             raise told from error
@@ -226,8 +248,14 @@ class SshConnection:
         link.client.set_missing_host_key_policy(Refuse(target.known_hosts))
         return link
 
-    def _explain(self, error: BaseException, address: SshAddress) -> SlipstreamError | None:
-        """What went wrong while connecting, for people; None for what is no matter of the connection."""
+    def _explain(self, error: BaseException, address: SshAddress, *, answers: bool) -> SlipstreamError | None:
+        """What went wrong while connecting, for people; None for what is no matter of the connection.
+
+        Args:
+            error: what was raised.
+            address: of the server.
+            answers: whether its connection stood then. Paramiko calls it a failed login, too, when the server is gone.
+        """
         if isinstance(error, BadHostKeyException):
             return changed_key(address.known_as, error.key, error.expected_key, self.target.known_hosts)
         if isinstance(error, PasswordRequiredException):
@@ -237,7 +265,7 @@ class SshConnection:
                 do="hand it to the agent: `ssh-add FILE`, and leave host.identity_file out",
                 runbook="host-unreachable.md",
             )
-        if isinstance(error, AuthenticationException) and not isinstance(error.__cause__, EOFError):
+        if isinstance(error, AuthenticationException) and answers and str(error) != LOGIN_TIMED_OUT:
             tried = "the agent's keys and the default ones"
             if self.target.identity_file is not None:
                 tried = f"{self.target.identity_file} and the agent's keys"
@@ -248,7 +276,7 @@ class SshConnection:
                 runbook="host-unreachable.md",
             )
         if isinstance(error, (SSHException, OSError, EOFError)):
-            return HostUnreachable(f"{address} cannot be reached: {_words(error)}")
+            return _unreached(address, error)
         return None
 
 
@@ -270,7 +298,7 @@ def shown_key(target: SshTarget, address: SshAddress) -> paramiko.PKey:
         with _unreachable(address):
             where = (address.address, address.port)
             if before is None:
-                sock: socket.socket | paramiko.Channel = socket.create_connection(where, target.connect_seconds)
+                sock: socket.socket | paramiko.Channel = connect_tcp(*where, target.connect_seconds)
             else:
                 sock = before._transport.open_channel("direct-tcpip", where, ("", 0), timeout=target.connect_seconds)
             transport = paramiko.Transport(sock)
@@ -290,7 +318,37 @@ def _unreachable(address: SshAddress) -> Iterator[None]:
     try:
         yield
     except (SSHException, OSError, EOFError) as error:
-        raise HostUnreachable(f"{address} cannot be reached: {_words(error)}") from error
+        raise _unreached(address, error) from error
+
+
+def _unreached(address: SshAddress, error: BaseException) -> HostUnreachable:
+    return HostUnreachable(
+        f"{address} cannot be reached: {_words(error)}",
+        expected="an SSH server that answers there",
+        do="check host.address, host.port and the network, then run the same command again: it finds its jobs",
+    )
+
+
+@contextmanager
+def _ends_after(seconds: float, end: Callable[[], None]) -> Iterator[None]:
+    """Calls `end` where the body takes longer; what the body waits for then fails, and that counts as a time-out."""
+    late = threading.Event()
+
+    def give_up() -> None:
+        late.set()
+        end()
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (SSHException, EOFError, OSError, AttributeError) as error:  # AttributeError: paramiko's, of a closed client
+        if late.is_set():
+            raise TimeoutError(f"no answer within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 def _read(channel: paramiko.Channel, deadline: float) -> Iterator[bytes]:
@@ -314,5 +372,10 @@ def _limit_silence(transport: paramiko.Transport, keepalive_seconds: float) -> N
 
 
 def _words(error: BaseException) -> str:
-    """An error's text, or its name where it has none (as a time-out)."""
-    return str(error).strip() or {"TimeoutError": "no answer in time"}.get(type(error).__name__, type(error).__name__)
+    """An error's text in words, or its name where it has none."""
+    text = str(error).strip()
+    if isinstance(error, OSError) and error.strerror and error.filename is None:
+        text = error.strerror  # without its number
+    return (
+        SAID.get(text) or text or {"TimeoutError": "no answer in time"}.get(type(error).__name__, type(error).__name__)
+    )
