@@ -92,6 +92,10 @@ class Host(Section):
         default=None,
         description="Memory of each of its GPUs, in GiB: a plan compares a rank's need with it; null: it does not.",
     )
+    gpu_bandwidth_tb: PositiveFloat | None = Field(
+        default=None,
+        description="Memory bandwidth of each of its GPUs, in TB/s: gives the least time of a step; null: not told.",
+    )
     threads: PositiveInt | None = Field(
         default=None, description="CPU threads of torch; null is one for each available core."
     )

@@ -10,9 +10,11 @@ import psutil
 
 from slipstream.configs.load import Loaded, known_fields, load
 from slipstream.engine.capture import slot_name
+from slipstream.engine.deepseek_config import WRAPPER
 from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import derived
+from slipstream.tasks.byte_floor import PUBLISHED, best_at_floor, floors
 from slipstream.tasks.checks import Facts, Finding, find, gather
 from slipstream.tasks.checks_machine import disk_needed, existing_parent
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
@@ -278,7 +280,27 @@ def _of_target(plan: Plan) -> list[Derived]:
             f"one layer over {draft.feature_size} features, head of {draft.draft_vocab_size} tokens",
         )
     )
-    return [*rows, *_memory_rows(facts)]
+    return [*rows, *_memory_rows(facts), *_floor_rows(facts)]
+
+
+def _floor_rows(facts: Facts) -> list[Derived]:
+    """The least time of a round of each K, and which K pays at most by acceptance that others have published."""
+    found = floors(facts)
+    rows = [
+        Derived(
+            f"byte floor, K = {floor.num_steps}",
+            f"{floor.step_bytes / 1e9:.2f} GB a step, {floor.round_ms:.2f} ms a round",
+            "weights that a rank reads for one stream, by host.gpu_bandwidth_tb; no sums, caches or gaps",
+        )
+        for floor in found
+    ]
+    if found and facts.target is not None and facts.target.architecture == WRAPPER:
+        for what, length, steps, how in PUBLISHED:
+            best, accepted = best_at_floor(found, length, steps)
+            plain = found[0].tokens_per_second(1.0)
+            words = f"{best.num_steps}: {best.tokens_per_second(accepted) / plain:.2f} x K = 0 ({plain:.0f} tokens/s)"
+            rows.append(Derived("best K at the floor", words, f"length {length} of {what} ({how}); an upper bound"))
+    return rows
 
 
 def _memory_rows(facts: Facts) -> list[Derived]:
