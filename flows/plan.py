@@ -298,7 +298,8 @@ def _floor_rows(facts: Facts) -> list[Derived]:
         for what, length, steps, how in PUBLISHED:
             best, accepted = best_at_floor(found, length, steps)
             plain = found[0].tokens_per_second(1.0)
-            words = f"{best.num_steps} of 0 to {found[-1].num_steps}: {best.tokens_per_second(accepted) / plain:.2f} x K = 0 ({plain:.0f} tokens/s)"
+            gain, tried = best.tokens_per_second(accepted) / plain, f"{best.num_steps} of 0 to {found[-1].num_steps}"
+            words = f"{tried}: {gain:.2f} x K = 0 ({plain:.0f} tokens/s)"
             rows.append(Derived("best K at the floor", words, f"length {length} of {what} ({how}); an upper bound"))
     return rows
 
