@@ -29,7 +29,9 @@ def require_prefect(command: str) -> None:
 
 
 def up(
-    port: Annotated[int, typer.Option("--port", help="Port of the server; 0: any free one.")] = DEFAULT_PORT,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65_535, help="Port of the server; 0: any free one.")
+    ] = DEFAULT_PORT,
     home: Annotated[Path, typer.Option("--home", help="Folder of database, results, logs and state files.")] = HOME,
     stop: Annotated[bool, typer.Option("--stop", help="End both: the worker with its runs, then the server.")] = False,
 ) -> None:

@@ -74,7 +74,7 @@ def up(project: Path, home: Path, port: int) -> Up:
             runbook="prefect-server.md",
         )
     deployments = _deployments(file)
-    with workdir_lock(home):
+    with workdir_lock(home, setting="--home", option="--home"):
         said: list[str] = []
         given = os.environ.get("PREFECT_API_URL")
         with _environment(home):
@@ -89,7 +89,7 @@ def up(project: Path, home: Path, port: int) -> Up:
 def stop(home: Path) -> list[str]:
     """Ends the worker, with its flow runs, then the server. Returns a line for each."""
     said = []
-    with workdir_lock(home):
+    with workdir_lock(home, setting="--home", option="--home"):
         for state, what, seconds in (
             (WORKER, "worker", WORKER_STOP_SECONDS),
             (SERVER, "server", own_server.STOP_SECONDS),

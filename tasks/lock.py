@@ -23,15 +23,19 @@ class WorkdirInUse(SlipstreamError):
 
 
 @contextmanager
-def workdir_lock(workdir: Path) -> Iterator[None]:
+def workdir_lock(workdir: Path, *, setting: str = "host.workdir", option: str = "--workdir") -> Iterator[None]:
     """Holds `workdir` for this process; nested use by the same process is free.
+
+    Args:
+        workdir: the folder; it is made.
+        setting, option: what names it in errors: in the deployment file, and on the command line.
 
     Raises SlipstreamError when a living process holds it, naming that process, and when it is no directory that can be
     written. A full disk stays an OSError.
     """
     path = workdir / LOCK
     me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "boot_id": boot_id()}
-    with _usable(workdir), guard(workdir):
+    with _usable(workdir, setting, option), guard(workdir):
         holder = read_holder(path)
         nested = holder is not None and _same(holder, me)
         if holder is not None and not nested and _alive(holder):
@@ -39,7 +43,7 @@ def workdir_lock(workdir: Path) -> Iterator[None]:
                 f"{workdir} is in use by process {holder['pid']} "
                 f"(`{holder.get('command', '?')}`, since {holder.get('since', '?')})",
                 expected="one run at a time in a working directory",
-                do=f"wait for it, stop it with `kill {holder['pid']}`, or choose another host.workdir",
+                do=f"wait for it, stop it with `kill {holder['pid']}`, or choose another {setting}",
             )
         if not nested:
             write_json(path, {**me, "command": command_line(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
@@ -73,7 +77,7 @@ def patient_workdir_lock(workdir: Path, seconds: float, say: Callable[[str], Non
 
 
 @contextmanager
-def _usable(workdir: Path) -> Iterator[None]:
+def _usable(workdir: Path, setting: str, option: str) -> Iterator[None]:
     """Makes `workdir`; what the system says against it or against taking its lock becomes an error for people."""
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -81,16 +85,16 @@ def _usable(workdir: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # its own error: `os_errors.explain_os_errors`
-        lock = workdir / LOCK
+        lock, other = workdir / LOCK, setting if setting == option else f"{setting} (or {option})"
         file = next((path for path in (workdir, *workdir.parents) if _is(path.is_file)), None)
         if _is(lock.is_dir):
             found, do = f"{lock} is a directory", f"delete {lock} and run again"
         elif file is not None:
             below = "is" if file == workdir else f"lies below {file}, which is"
-            found, do = f"host.workdir {workdir} {below} a file", "set host.workdir (or --workdir) to another folder"
+            found, do = f"{setting} {workdir} {below} a file", f"set {other} to another folder"
         else:
-            found = f"host.workdir {workdir} cannot be used: {error}"
-            do = "change its owner, or set host.workdir (or --workdir) to another folder"
+            found = f"{setting} {workdir} cannot be used: {error}"
+            do = f"change its owner, or set {other} to another folder"
         expected = f"a directory that user {os.getuid()} can make and write"
         raise SlipstreamError(found, expected=expected, do=do) from error
 

@@ -401,3 +401,48 @@ def test_what_programs_read_is_utf8_whatever_the_terminals_encoding(command: lis
     else:
         values = {entry["key"]: entry["value"] for entry in json.loads(text)["values"]}
         assert values["sglang.served_model_name"] == "\xe9\udcff"
+
+
+@pytest.mark.parametrize("port", [99_999_999, 65_536, -5])
+def test_up_at_a_port_that_is_none(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefect.yaml").write_text("deployments: []\n")
+    code, _, said = run("up", "--home", tmp_path / "home", "--port", port)
+    assert code == 2
+    assert "'--port'" in said
+    assert ("equal to 65535" if port > 0 else "equal to 0") in said
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("stop", [[], ["--stop"]])
+@pytest.mark.parametrize(("home", "words"), [("/proc/x", "cannot be used"), ("file", "is a file")])
+def test_up_with_a_home_that_cannot_be_made_names_its_option(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str, words: str, stop: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prefect.yaml").write_text("deployments: []\n")
+    (tmp_path / "file").write_text("")
+    code, _, said = run("up", "--home", home, *stop)
+    assert code == 1
+    assert f"--home {home}" in said
+    assert words in said
+    assert "set --home to another folder" in said
+    assert "workdir" not in said
+
+
+def test_abandon_with_wrong_words(run: Run, tmp_path: Path) -> None:
+    assert run("abandon")[0] == 2
+    assert run("abandon", DEMO, "--never")[0] == 2
+    code, _, said = run("abandon", tmp_path / "absent.yaml")
+    assert code == 2
+    assert "there is no deployment file" in said
+    code, told, _ = run("abandon", DEMO, "--set", f"host.workdir={tmp_path / 'absent'}")
+    assert (code, "nothing to abandon" in told) == (0, True)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_run_whose_workdir_cannot_be_made_starts_nothing(run: Run) -> None:
+    code, _, said = run("run", DEMO, "--set", "host.workdir=/dev/null/x")
+    assert code in (1, 2)
+    assert "/dev/null" in said
+    assert "  do: " in said
