@@ -79,7 +79,7 @@ class Plan:
     """How a launch is cut. `parts` changes bits, the rest does not.
 
     Args:
-        gate_up, down: kernels; None: by the rows of an entry.
+        gate_up, down: kernels; None: by the rows of an entry, and gate_up by the number of units.
         parts: of K, for gate and up.
         ctas: of gate_up on a multiprocessor; 0: one for every unit.
         settled: down may read the lists before it waits, where that is known to be safe.
@@ -101,6 +101,12 @@ AS_PLANNED = Plan()
 def variant_of(kernels: tuple[Variant, ...], tile: int) -> Variant:
     """The first for entries of `tile` rows."""
     return next(one for one in kernels if 8 * one.row_tiles == tile)
+
+
+def gate_up_of(tile: int, units: int, sms: int) -> Variant:
+    """For entries of `tile` rows: while every unit has a multiprocessor to itself, the one with most in flight; of more
+    units, CTAs that stand two on one, each reading while the other adds its sums."""
+    return GATE_UP[1] if tile == 8 and units > sms else variant_of(GATE_UP, tile)
 
 
 def split_k(width: int, parts: int = _PARTS) -> tuple[int, int]:
@@ -151,7 +157,8 @@ def gate_up(
     width = weight.num_rows // num_experts // 2
     out = x.new_empty(params.pairs, width)
     parts, per_part = split_k(weight.in_features, plan.parts)
-    variant = plan.gate_up or variant_of(GATE_UP, lists.tile)
+    units = params.most * params.blocks
+    variant = plan.gate_up or gate_up_of(lists.tile, units, _sms(device))
     if 32 * parts > variant.threads or 8 * variant.row_tiles < lists.tile:
         raise ValueError(f"{parts} parts, {lists.tile} rows: {variant} takes fewer")
     params.out, params.M, params.N, params.chunks_per_part = out.data_ptr(), len(x), width, per_part
@@ -160,7 +167,6 @@ def gate_up(
     one_turn = parts * 8 * variant.row_tiles * _SUMS_STRIDE
     params.sums_in_turn = 2 if 4 * (params.sums_at + 2 * one_turn) <= shared_limit(capability()) else 1
     sums = params.sums_in_turn * one_turn
-    units = params.most * params.blocks
     ctas = variant.ctas if plan.ctas is None else plan.ctas
     _launch(
         "gate_up",
@@ -201,7 +207,8 @@ def down(
         params.scratch = scratch.data_ptr()
     variant = plan.down or variant_of(DOWN, lists.tile)
     params.sums_at = 4 * params.most + 2 * params.pairs if params.staged else 0
-    params.settled = int(plan.settled and settled())
+    # Lists that are not copied go through L1, which only the wait empties of what lay there before.
+    params.settled = int(plan.settled and params.staged and settled())
     params.evict_first = int(plan.evict_first and params.pairs <= _STAGED_PAIRS)
     _launch("down", variant, params.blocks, variant.threads, sums, params, device, plan)
     launched(settles=False)

@@ -107,24 +107,27 @@ __device__ inline void keep_groups(const RouteParams& p, const float* scores, ui
 }
 
 // Logits of 8 rows from m0 on, by ROUTE_THREADS threads: the parts' sums, added in their order. to: [8, 2 E], rows first.
+// One CTA does this while nothing else runs: only what it has in flight hides the L2's latency.
 __device__ inline void add_parts(const RouteParams& p, int m0, float* to) {
+    constexpr int SUMS = 6;  // a thread has in flight, 8 parts of each
     const int count = min(8, p.M - m0) * p.E;
-    for (int first = threadIdx.x; first < count; first += 2 * ROUTE_THREADS) {
-        float sum[2] = {0.0f, 0.0f};
-        for (int part = 0; part < p.parts; part += 8) {
-            float v[2][8];  // all in flight
+    for (int first = threadIdx.x; first < count; first += SUMS * ROUTE_THREADS) {
+        float sum[SUMS];
 #pragma unroll
-            for (int a = 0; a < 2; ++a) {
+        for (int a = 0; a < SUMS; ++a) sum[a] = 0.0f;
+        for (int part = 0; part < p.parts; part += 8) {
+            float v[SUMS][8];
+#pragma unroll
+            for (int a = 0; a < SUMS; ++a) {
                 const int i = first + a * ROUTE_THREADS;
+                const float* from = p.sums + (int64_t(part) * p.M + m0) * p.E + i;
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
-                    if (i < count && part + b < p.parts) {
-                        v[a][b] = load_fresh(p.sums + (int64_t(part + b) * p.M + m0) * p.E + i);
-                    }
+                    if (i < count && part + b < p.parts) v[a][b] = load_fresh(from + int64_t(b) * p.M * p.E);
                 }
             }
 #pragma unroll
-            for (int a = 0; a < 2; ++a) {
+            for (int a = 0; a < SUMS; ++a) {
 #pragma unroll
                 for (int b = 0; b < 8; ++b) {
                     if (part + b < p.parts) sum[a] = part + b == 0 ? v[a][b] : sum[a] + v[a][b];
@@ -132,30 +135,44 @@ __device__ inline void add_parts(const RouteParams& p, int m0, float* to) {
             }
         }
 #pragma unroll
-        for (int a = 0; a < 2; ++a) {
+        for (int a = 0; a < SUMS; ++a) {
             const int i = first + a * ROUTE_THREADS;
             if (i < count) to[i / p.E * 2 * p.E + i % p.E] = sum[a];
         }
     }
 }
 
-// The choice of row m, by a warp. scores: its logits, and room for E floats behind. ids: in shared memory, of all pairs.
-__device__ inline void choose_row(const RouteParams& p, int m, int lane, float* scores, int32_t* ids) {
+// The choice of row m, by a warp. scores: its logits, and room for E floats behind. bias: [E], and ids, of
+// all pairs: in shared memory.
+__device__ inline void choose_row(const RouteParams& p, int m, int lane, float* scores, const float* bias,
+                                  int32_t* ids) {
     const int per_lane = (p.E + 31) / 32;
     uint32_t keys[LANE_EXPERTS];
     float* biased = scores + p.E;
+    float score[LANE_EXPERTS], sum[LANE_EXPERTS];  // all at once: a store between two of them would put them in a row
 #pragma unroll
     for (int i = 0; i < LANE_EXPERTS; ++i) {
         const int e = lane + 32 * i;
-        keys[i] = 0;
+        score[i] = e < p.E ? scores[e] : 0.0f;
+        sum[i] = e < p.E && p.stage != LOGITS ? bias[e] : 0.0f;
+    }
+    if (p.stage != LOGITS) {
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; ++i) {
+            score[i] = 1.0f / (1.0f + exponential(-score[i]));
+            sum[i] = score[i] + sum[i];
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < LANE_EXPERTS; ++i) {
+        const int e = lane + 32 * i;
+        keys[i] = e < p.E ? order_key(sum[i]) : 0u;
         if (e < p.E) {
             if (p.stage == LOGITS) {
-                p.logits[int64_t(m) * p.E + e] = scores[e];
+                p.logits[int64_t(m) * p.E + e] = score[i];
             } else {
-                const float score = 1.0f / (1.0f + exponential(-scores[e]));
-                scores[e] = score;
-                biased[e] = score + p.bias[e];
-                keys[i] = order_key(score + p.bias[e]);
+                scores[e] = score[i];
+                biased[e] = sum[i];
             }
         }
     }
@@ -309,19 +326,33 @@ __device__ inline void route(const RouteParams& p, float* shared) {
     } else {
         pdl_wait();
     }
-    // Over the sums of the product: [E, 4] masks, [E + 8] starts, ids of pairs, 2 E scores a warp.
+    // Over the sums of the product: [E, 4] masks, [E + 8] starts, ids of pairs, E biases, 2 E scores a warp.
     __syncthreads();
     uint32_t* rows = reinterpret_cast<uint32_t*>(shared);
     int32_t* starts = reinterpret_cast<int32_t*>(rows + 4 * p.E);
     int32_t* ids = starts + p.E + 8;
-    float* scores = reinterpret_cast<float*>(ids + p.M * p.per_token);
+    float* bias = reinterpret_cast<float*>(ids + p.M * p.per_token);
+    float* scores = bias + p.E;
     if (p.stage == FROM_IDS) {
         for (int i = threadIdx.x; i < p.M * p.per_token; i += ROUTE_THREADS) ids[i] = load_list(p.ids + i);
     } else {
+        // Cold lines of the memory: asked for before the sums, not one after the other behind them.
+        constexpr int EACH = 32 * LANE_EXPERTS / ROUTE_THREADS;
+        float mine[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int e = threadIdx.x + i * ROUTE_THREADS;
+            mine[i] = p.stage != LOGITS && e < p.E ? load_fresh(p.bias + e) : 0.0f;
+        }
         for (int m0 = 0; m0 < p.M; m0 += 8) {
             add_parts(p, m0, scores);
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                const int e = threadIdx.x + i * ROUTE_THREADS;
+                if (e < p.E) bias[e] = mine[i];
+            }
             __syncthreads();
-            if (m0 + warp < p.M) choose_row(p, m0 + warp, lane, scores + warp * 2 * p.E, ids);
+            if (m0 + warp < p.M) choose_row(p, m0 + warp, lane, scores + warp * 2 * p.E, bias, ids);
             __syncthreads();
         }
     }

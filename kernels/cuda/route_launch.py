@@ -49,8 +49,11 @@ def split_k(num_experts: int, width: int) -> tuple[int, int]:
 
 
 def shared_bytes(rows: int, per_token: int, num_experts: int) -> int:
-    """Of a CTA: the sums of its warps, and later masks, starts, ids and scores."""
-    return max(4 * (8 * 8 * 20 + 4), 4 * (4 * num_experts + num_experts + 8 + rows * per_token + 8 * 2 * num_experts))
+    """Of a CTA: the sums of its warps, and later masks, starts, ids, bias and scores."""
+    return max(
+        4 * (8 * 8 * 20 + 4),
+        4 * (4 * num_experts + num_experts + 8 + rows * per_token + num_experts + 16 * num_experts),
+    )
 
 
 def check(rows: int, num_experts: int, per_token: int, groups: int) -> None:
@@ -67,7 +70,7 @@ def check(rows: int, num_experts: int, per_token: int, groups: int) -> None:
 @functools.cache
 def _module(device: int) -> driver.Module:
     cubin = build.compiled(capability(), [build.Unit("route", ())])[0]
-    return driver.Module(cubin, device, [("route_rows", shared_bytes(MAX_ROWS, 8, MAX_EXPERTS))])
+    return driver.Module(cubin, device, [("route_rows", shared_bytes(MAX_ROWS, MAX_PER_TOKEN, MAX_EXPERTS))])
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from slipstream.kernels import choose_experts as choose_op
 from slipstream.kernels import route as route_op
 from slipstream.kernels.cuda import expert_launch, int4_launch, route_launch, router
 from slipstream.kernels.cuda import experts as on_card
-from slipstream.kernels.cuda.expert_launch import DOWN, GATE_UP, Plan
+from slipstream.kernels.cuda.expert_launch import AS_PLANNED, DOWN, GATE_UP, Plan
 from slipstream.kernels.expert_lists import empty_lists, sorted_lists
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
 from slipstream.kernels.gpu import launch as gpu_launch
@@ -326,6 +326,60 @@ def test_down_may_read_the_lists_early_only_behind_gate_up(emulator: Any) -> Non
     assert not gpu_launch.settled()
 
 
+def test_lists_that_are_not_copied_are_not_read_early(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go through L1, which may hold what lay there before: only the wait empties it."""
+    emulator.num_experts = 4
+    one = case(2, 4, 32, 32, 2)
+    seen: list[int] = []
+    run = emulator.run
+    monkeypatch.setattr(emulator, "run", lambda *launch: (seen.append(launch[-1].settled), run(*launch))[1])
+    lists = sorted_lists(one.ids, 4, 8)
+    for pairs, early in ((1024, 1), (0, 0)):
+        monkeypatch.setattr(expert_launch, "_STAGED_PAIRS", pairs)
+        one.run(lists=lists)
+        assert seen[-1] == early
+
+
+def test_gate_up_has_more_in_flight_while_each_unit_has_a_multiprocessor() -> None:
+    of = expert_launch.gate_up_of
+    assert of(8, 128, 132) == GATE_UP[0] != of(8, 133, 132)
+    for tile in (8, 16, 32):
+        for units in (1, 10_000):
+            assert 8 * of(tile, units, 132).row_tiles == tile
+
+
+CHAINED = Routing(
+    3, scaling=0.05
+)  # without a norm between layers, more grows until it is not finite, and equals nothing
+
+
+def layers(one: Case, gate: torch.Tensor, count: int, routing: Routing, plan: Plan = AS_PLANNED) -> torch.Tensor:
+    """Router and experts on the output of the layer before; memory of one layer is taken again by the next."""
+    x, bias = one.x, torch.zeros(len(gate), device=one.x.device)
+    with torch.no_grad():
+        for _ in range(count):
+            choice = router.choose_experts(x, gate, bias, routing)
+            x = on_card.expert_mlp(x, one.weights, choice.ids, choice.gates, one.add, False, choice.lists, plan)
+    return x
+
+
+def test_layers_read_nothing_that_no_kernel_wrote(emulator: Any) -> None:
+    """New memory is NaN and 2^31 - 1 in one of two chains, and what the chain before left in the other."""
+    emulator.num_experts = 6
+    one = case(5, 6, 96, 64, 3)
+    gate = torch.randn(6, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
+    base = layers(one, gate, 2, CHAINED)
+    assert base.isfinite().all()
+    assert not base.equal(one.add)
+    torch.use_deterministic_algorithms(True)  # fills what is new
+    try:
+        assert torch.empty(1).isnan().all()
+        assert layers(one, gate, 2, CHAINED).equal(base)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert emulator.faults == 0
+
+
 # ---- on a GPU ----
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -400,3 +454,26 @@ def test_gpu_the_router_is_the_twins(name: str) -> None:
                 few = choose_op.choose_experts(x[:rows], weight, bias, routing)
             assert few.ids.equal(choice.ids[:rows])
             assert few.gates.equal(choice.gates[:rows])
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_gpu_layers_have_the_same_bits_with_and_without_pdl_and_in_a_graph(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Twenty layers, so that kernels of neighbours overlap and memory is taken again."""
+    one = case(rows, 24, 1792, 256, 8, "cuda")
+    gate = (torch.randn(24, 1792, generator=torch.Generator().manual_seed(3)) * 1792**-0.5).bfloat16().cuda()
+    routing = replace(CHAINED, per_token=8)
+    with monkeypatch.context() as context:
+        context.setenv("SLIPSTREAM_PDL", "0")
+        base = layers(one, gate, 20, routing, Plan(settled=False))
+    assert base.isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x = layers(one, gate, 20, routing)
+    for _ in range(5):
+        assert layers(one, gate, 20, routing).equal(base)
+        graph.replay()
+        assert x.equal(base)
