@@ -238,7 +238,6 @@ CONTROL = [
     "a\x85b",
     "a\u2028b",
     "a\n---\nb",
-    "\x00",
     "\x07",
     "\x1b[31m",
     "\x7f",
@@ -259,6 +258,13 @@ def test_any_text_survives_the_file(tmp_path: Path, value: str) -> None:
     file.write_text(as_yaml(loaded, line))
     assert load(file, (), {}).deployment == loaded.deployment
     assert loaded.deployment.sglang.served_model_name == value
+
+
+def test_a_character_that_no_command_line_can_hold_is_refused() -> None:
+    with pytest.raises(DeploymentError) as error:
+        read(f"{PLAIN} --served-model-name='a\x00b'")
+    assert "--served-model-name" in str(error.value)
+    assert "without a NUL character" in str(error.value)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
