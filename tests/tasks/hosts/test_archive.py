@@ -110,6 +110,7 @@ def test_a_failure_that_nobody_foresaw_comes_back_whole(archive, tmp_path):
 def test_what_the_system_refuses_comes_back_in_words(archive, tmp_path):
     (tmp_path / "far").mkdir()
     (tmp_path / "far" / "jobs").write_text("a file in the way")
-    told = ask(sys.executable, archive, tmp_path / "far", "prepare_folder", folder="jobs/x")["error"]
+    far = tmp_path / "far"
+    told = ask(sys.executable, archive, far, "prepare_folder", folder="jobs/x", part="jobs/x/f.part")["error"]
     assert "prepare_folder" in told["found"]
     assert "host.directory" in told["do"]
