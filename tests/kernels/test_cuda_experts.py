@@ -465,7 +465,7 @@ def test_gpu_layers_have_the_same_bits_with_and_without_pdl_and_in_a_graph(
     """Twenty layers, so that kernels of neighbours overlap and memory is taken again."""
     one = case(rows, 24, 1792, 256, 8, "cuda")
     gate = (torch.randn(24, 1792, generator=torch.Generator().manual_seed(3)) * 1792**-0.5).bfloat16().cuda()
-    routing = replace(CHAINED, per_token=8)
+    routing = replace(CHAINED, per_token=8, scaling=0.004)  # twenty layers stay finite; 0.05 of them did not
     with monkeypatch.context() as context:
         context.setenv("SLIPSTREAM_PDL", "0")
         base = layers(one, gate, 20, routing, Plan(settled=False))
