@@ -175,6 +175,7 @@ def read_deepseek(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | 
             do="use a target without it, or an engine that knows it",
         )
     _check(path, raw)
+    _check_rope(path, rope or {})
     latent = Latent(
         q_rank=raw["q_lora_rank"],
         kv_rank=raw["kv_lora_rank"],
@@ -204,9 +205,20 @@ def further_layers(raw: Mapping[str, Any]) -> int:
 
 def _scale(key_dim: int, rope: Mapping[str, Any]) -> float:
     """1 / sqrt of a key's width, times YaRN's square: longer contexts get sharper attention."""
-    factor, weight = rope.get("factor") or 1.0, rope.get("mscale_all_dim") or 0.0
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default" and factor > 1 and weight
+    factor, weight = rope.get("factor", 1.0), rope.get("mscale_all_dim") or 0.0
+    scaled = _rope_type(rope) != "default" and factor > 1 and weight
     return key_dim**-0.5 * ((0.1 * weight * math.log(factor) + 1.0) ** 2 if scaled else 1.0)
+
+
+def _rope_type(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _check_rope(path: Path, rope: Mapping[str, Any]) -> None:
+    """A factor that is written: frequencies would take an absent one from the lengths, and the scale would not."""
+    factor = rope.get("factor")
+    if _rope_type(rope) != "default" and (not (is_int(factor) or isinstance(factor, float)) or factor < 1):
+        raise wrong(path, "rope_scaling.factor", factor, "a number of 1 or more")
 
 
 def _check(path: Path, raw: Mapping[str, Any]) -> None:
@@ -214,7 +226,7 @@ def _check(path: Path, raw: Mapping[str, Any]) -> None:
     for key in _COUNTS:
         if not (is_int(raw[key]) and raw[key] > 0):
             raise wrong(path, key, raw[key], "an integer above 0")
-    for key in ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers"):
+    for key in ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"):
         if raw.get(key) is not None and not (is_int(raw[key]) and raw[key] >= 0):
             raise wrong(path, key, raw[key], "an integer of 0 or more")
     if not isinstance(raw["norm_topk_prob"], bool):

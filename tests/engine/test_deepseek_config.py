@@ -98,6 +98,9 @@ def test_without_mscale_all_dim_the_scale_is_plain(write):
         ({"first_k_dense_replace": -1}, "first_k_dense_replace = -1"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
         ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": None}}, "rope_scaling.factor = None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0.5}}, "rope_scaling.factor = 0.5"),
+        ({"num_mtp_layers": "1"}, "num_mtp_layers = '1'"),
         ({"model_type": "deepseek_v2"}, "text_config.model_type = 'deepseek_v2'"),
     ],
 )

@@ -66,11 +66,23 @@ def check_kind(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def layer_ids(value: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-    """(ids at the top, ids under `eagle_config`); None where there are none."""
+    """(ids at the top, ids under `eagle_config`); None where there are none. Raises SlipstreamError (F4) for no ids."""
     nested = value.get("eagle_config")
-    found = (value.get(IDS_KEY), nested.get(IDS_KEY) if isinstance(nested, Mapping) else None)
-    top, under = (tuple(ids) if isinstance(ids, list) and ids else None for ids in found)
-    return top, under
+    top, under = value.get(IDS_KEY), nested.get(IDS_KEY) if isinstance(nested, Mapping) else None
+    return _ids(IDS_KEY, top), _ids(f"eagle_config.{IDS_KEY}", under)
+
+
+def _ids(key: str, found: Any) -> tuple[int, ...] | None:
+    if found is None:
+        return None
+    if not isinstance(found, list) or not found or any(type(one) is not int for one in found):
+        raise SlipstreamError(
+            f"a draft's config.json says {key} = {found!r}",
+            expected="a list of layer ids, or no such key",
+            do="correct the file, or name the slots of its training (draft.slots)",
+            fault="F4",
+        )
+    return tuple(found)
 
 
 def published_slots(path: Path, value: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:

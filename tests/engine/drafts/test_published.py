@@ -71,6 +71,10 @@ def test_three_forms_of_ids(tmp_path: Path, form: dict[str, Any], slots: tuple[i
         ({IDS: [2, 30, 58], "eagle_config": {IDS: [3, 31, 59]}}, "means different states"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
         ({IDS: [2, 30, 62]}, "62"),
+        ({IDS: []}, r"= \[\]"),  # what says something else than ids is not taken for saying nothing
+        ({IDS: "2,30,58"}, "= '2,30,58'"),
+        ({IDS: [2, "30", 58]}, "'30'"),
+        ({"eagle_config": {IDS: {"0": 2}}}, "eagle_config"),
     ],
 )
 def test_ids_that_do_not_tell_are_refused_until_slots_are_named(
