@@ -40,14 +40,13 @@ def expert_mlp(
     ids: torch.Tensor,
     gates: torch.Tensor,
     add: torch.Tensor | None = None,
-    prefill: bool = False,
     lists: ExpertLists | None = None,
 ) -> torch.Tensor:
     """y[m] = sum over j of gates[m, j] * down_e(silu(gate_e(x[m])) * up_e(x[m])) with e = ids[m, j], and `add`.
 
     Every product is summed in fp32 with the exact weights. gate, up and silu(gate) * up are rounded to the dtype of
     `x`; what comes out of `down` is not: it is weighted and summed in fp32, j = 0 first, then `add`, and rounded once.
-    A row's bits depend on neither the number of rows nor on who else chose its experts.
+    A row's bits depend on neither the number of rows nor on who else chose its experts, whichever kernels a card takes.
 
     Args:
         x: [M, h], normed, fp32 or bf16.
@@ -55,7 +54,6 @@ def expert_mlp(
         ids: [M, k] int32, different experts in a row.
         gates: [M, k] fp32.
         add: [M, h] in the dtype of `x`, such as the shared expert's output.
-        prefill: the rows are part of a prompt. On a GPU the kernel is chosen by this, never by the number of rows.
         lists: of the pairs by expert, where the router made them (`choose_experts`); else kernels make them of `ids`.
 
     Returns:
@@ -64,7 +62,7 @@ def expert_mlp(
     if on_gpu(x):
         from slipstream.kernels.cuda import experts
 
-        return experts.expert_mlp(x, weights, ids, gates, add, prefill, lists)
+        return experts.expert_mlp(x, weights, ids, gates, add, lists)
     outputs = x.new_zeros(*ids.shape, x.shape[1], dtype=torch.float32)  # [M, k, h]
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)  # [n] each

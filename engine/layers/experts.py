@@ -85,10 +85,10 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = GatedMLP(hidden_size, experts.shared * experts.width, parallel, dtype=dtype)
         self.last_add = AddPartial(parallel)
 
-    def forward(self, stream: Stream, norm: Norm, prefill: bool = False) -> Stream:
-        """The stream of M rows behind the block. `prefill`: they are rows of prompts."""
+    def forward(self, stream: Stream, norm: Norm) -> Stream:
+        """The stream of M rows behind the block."""
         x = rms_norm(stream.rows, norm.weight, norm.eps)  # [M, h]
         choice = self.gate(x)
         shared = None if self.shared_experts is None else self.shared_experts.partial(stream, norm)
         weights, (ids, gates, lists) = self.experts.weights, (choice.ids, choice.gates, choice.lists)
-        return self.last_add(expert_mlp(x, weights, ids, gates, shared, prefill, lists), stream)
+        return self.last_add(expert_mlp(x, weights, ids, gates, shared, lists), stream)

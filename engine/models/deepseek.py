@@ -41,10 +41,7 @@ class DeepseekLayer(nn.Module):
             cache, rows: this layer's cache [num_blocks, block_size, cell], and the rows of the step.
         """
         stream = self.self_attn(stream, self.input_layernorm.constants, cos, sin, cache, rows)
-        norm = self.post_attention_layernorm.constants
-        if isinstance(self.mlp, GatedMLP):
-            return self.mlp(stream, norm)
-        return self.mlp(stream, norm, rows.prefill)
+        return self.mlp(stream, self.post_attention_layernorm.constants)
 
 
 class DeepseekModel(Decoder):

@@ -28,6 +28,7 @@ from slipstream.engine.injection import parse_injections
 from slipstream.engine.kv_room import room_for
 from slipstream.engine.layers import Linear
 from slipstream.engine.layers.experts import RoutedExperts, Router
+from slipstream.engine.layers.latent_attention import LatentAttention
 from slipstream.engine.loader import load_target
 from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.packed_weights import describe, products_for
@@ -176,6 +177,8 @@ def probe_model(target: Decoder, draft: Eagle3Network | None) -> RowInvariance:
         for module in network.modules() if network is not None else []:
             if isinstance(module, Linear):
                 weights.add(tuple(module.weight.shape))
+            elif isinstance(module, LatentAttention):  # decode reads both halves of kv_b a head at a time
+                weights |= {tuple(up.shape[1:]) for up in (module.key_up, module.value_up)}
             elif isinstance(module, RoutedExperts):
                 in_fp32 |= {tuple(weight.shape) for weight in module.weights.expert(0)}
             elif isinstance(module, Router):

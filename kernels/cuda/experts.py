@@ -15,7 +15,6 @@ def expert_mlp(
     ids: torch.Tensor,
     gates: torch.Tensor,
     add: torch.Tensor | None,
-    prefill: bool,
     lists: ExpertLists | None = None,
     plan: Plan = AS_PLANNED,
 ) -> torch.Tensor:

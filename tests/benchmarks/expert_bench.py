@@ -100,7 +100,7 @@ class Model:
                 choice = choices[i]
             if kept is not None:
                 kept.append(choice)
-            x = on_card.expert_mlp(x, experts, choice.ids, choice.gates, self.shared[:rows], False, choice.lists, plan)
+            x = on_card.expert_mlp(x, experts, choice.ids, choice.gates, self.shared[:rows], choice.lists, plan)
         return x
 
 
@@ -121,7 +121,7 @@ def check(model: Model, ceiling: float) -> list[dict[str, object]]:
     """Sixteen rows of real sizes against the torch twin; a row alone and beside others; PDL, early lists, cuts."""
     experts, x = model.experts[0], model.x
     choice = model.choices(128)[0]
-    whole = on_card.expert_mlp(x, experts, choice.ids, choice.gates, None, False)
+    whole = on_card.expert_mlp(x, experts, choice.ids, choice.gates, None)
     with torch.enable_grad():
         few = slice(0, 16)
         want = expert_mlp(x[few], experts, choice.ids[few], choice.gates[few], None)
@@ -134,7 +134,6 @@ def check(model: Model, ceiling: float) -> list[dict[str, object]]:
                 choice.ids[:rows],
                 choice.gates[:rows],
                 None,
-                False,
                 None,
                 Plan(**more),
             )

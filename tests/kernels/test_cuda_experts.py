@@ -53,7 +53,7 @@ class Case:
     add: torch.Tensor
 
     def run(self, rows: slice = slice(None), **more: Any) -> torch.Tensor:
-        inputs = (self.ids[rows], self.gates[rows], self.add[rows], False)
+        inputs = (self.ids[rows], self.gates[rows], self.add[rows])
         with torch.no_grad():
             return on_card.expert_mlp(self.x[rows], self.weights, *inputs, **more)
 
@@ -306,7 +306,7 @@ def test_shared_memory_of_every_launch_fits(emulator: Any, monkeypatch: pytest.M
         x, ids = torch.zeros(rows, 7168, dtype=torch.bfloat16), torch.zeros(rows, 8, dtype=torch.int32)
         lists = empty_lists(ids, 384)
         with torch.no_grad():
-            on_card.expert_mlp(x, weights, ids, torch.zeros(rows, 8), None, False, lists)
+            on_card.expert_mlp(x, weights, ids, torch.zeros(rows, 8), None, lists)
             if rows <= 128:
                 router.choose_experts(x, torch.zeros(384, 7168).bfloat16(), torch.zeros(384), Routing(8))
     assert len(asked) > 20
@@ -359,7 +359,7 @@ def layers(one: Case, gate: torch.Tensor, count: int, routing: Routing, plan: Pl
     with torch.no_grad():
         for _ in range(count):
             choice = router.choose_experts(x, gate, bias, routing)
-            x = on_card.expert_mlp(x, one.weights, choice.ids, choice.gates, one.add, False, choice.lists, plan)
+            x = on_card.expert_mlp(x, one.weights, choice.ids, choice.gates, one.add, choice.lists, plan)
     return x
 
 
