@@ -72,8 +72,8 @@ class Host(Section):
     )
     more: Annotated[tuple[OtherHost, ...], Field(strict=False)] = Field(
         default=(),
-        description="Further far hosts (kind ssh), each by what differs from the first: they answer and extract shares "
-        "of the prompts, and serve replicas.",
+        description="Further far hosts (kind ssh), each by what differs from the first: `doctor` and `host` take them "
+        "too; stages run on the first host only.",
     )
     max_sessions: Annotated[int, Field(ge=2)] = Field(
         default=10, description="Sessions that the SSH server allows on one connection (sshd's MaxSessions)."

@@ -2,13 +2,13 @@
 
 Prefect calls them in the flow's own process after a failure, and in the worker's after a cancellation or a crash. There
 the flow, its locks and its working directory are gone. What runs on the host is known from records on disk, so the
-hook runs a stage that reads them, in a process of its own that stands where the deployment's flows stand.
+hook runs a stage that reads them, in a process of its own that stands where the deployment's flows stand. A run that
+never got its working directory, or took its note there back, has left nothing: what runs there is another's.
 
 Prefect's worker calls hooks by keyword: the parameters must be called flow, flow_run and state.
 """
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 from prefect.client.orchestration import get_client
 from prefect.logging.loggers import flow_run_logger
 
+from slipstream.configs.load import load
 from slipstream.flows.events import tell
-from slipstream.flows.run_record import UNWOUND
+from slipstream.flows.run_record import UNWOUND, read_run
 from slipstream.tasks.process import python_module
 
 if TYPE_CHECKING:
@@ -49,9 +50,18 @@ def _afterwards(stage: str, flow: "Flow[..., Any]", flow_run: "FlowRun", state: 
     if str(flow_run.id) in UNWOUND:
         return  # our own process: it has cleaned up on its way out
     logger = flow_run_logger(flow_run, flow)
+    directory = _directory(flow_run)
+    workdir = (
+        directory / load(directory / parameters["config"], parameters.get("overrides") or ()).deployment.host.workdir
+    )
+    holder = read_run(workdir)
+    if holder is None or holder.flow_run_id != str(flow_run.id):
+        whose = "no run's" if holder is None else f"of {holder.flow} run {holder.flow_run_id}"
+        logger.info("%s", f"stage {stage} is left out: {workdir} is {whose}, and what runs there is not this run's")
+        return
     overrides = [*(parameters.get("overrides") or ()), f"host.reconnect_seconds={RECONNECT_SECONDS}"]
     words = ["stage", stage, str(parameters["config"]), "--json", *(w for o in overrides for w in ("--set", o))]
-    directory, deadline = _directory(flow_run), time.monotonic() + RECONNECT_SECONDS
+    deadline = time.monotonic() + RECONNECT_SECONDS
     while True:
         done = subprocess.run(
             [*python_module("slipstream.flows.cli"), *words],
@@ -78,17 +88,17 @@ def _afterwards(stage: str, flow: "Flow[..., Any]", flow_run: "FlowRun", state: 
         )
 
 
-def _directory(flow_run: "FlowRun") -> str:
+def _directory(flow_run: "FlowRun") -> Path:
     """Where the deployment's flows stand, so that relative paths mean the same; for a script run, where we stand."""
     if flow_run.deployment_id is None:
-        return os.getcwd()
+        return Path.cwd()
     with get_client(sync_client=True) as client:
         steps = client.read_deployment(flow_run.deployment_id).pull_steps or []
     for step in steps:
         for name, inputs in step.items():
             if name.endswith("set_working_directory"):
-                return str(inputs["directory"])
-    return os.getcwd()
+                return Path(str(inputs["directory"]))
+    return Path.cwd()
 
 
 def _words(line: str) -> str:

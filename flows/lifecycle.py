@@ -8,6 +8,7 @@ from typing import Any
 
 from prefect import flow
 
+from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.artifacts import publish_plan, publish_report
 from slipstream.flows.deployed import deployed
 from slipstream.flows.hooks import stop_what_ran
@@ -52,8 +53,8 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
             # Outside of Prefect: it has to work when the flow is being torn down.
             try:
                 here.run(get_stage("cleanup"))
-            except HostUnreachable as error:  # no reason to end for another reason than the first
-                here.reporter.warn("cleanup", f"{error.found}: what runs there goes on; `slipstream clean` stops it")
+            except SlipstreamError as error:  # no reason to end for another reason than the first
+                here.reporter.warn("cleanup", f"{error.found}: what still runs goes on; `slipstream clean` stops it")
             raise
         if here.deployment.server.after != "keep":
             here.run(get_stage("cleanup"))

@@ -228,8 +228,7 @@ def _of_target(plan: Plan) -> list[Derived]:
     facts, deployment = plan.facts, plan.loaded.deployment
     target, stored, slots = facts.target, facts.stored_slots, facts.slots
     if target is None or not slots or not stored:
-        unknown = "unknown until resolve"
-        how = "needs the target's config.json"
+        unknown, how = "unknown until resolve", "needs the target's config.json"
         names = ("capture slots", "hidden-state store", "KV cache", "draft parameters")
         if stored:  # stated in the deployment: the names do not wait for the target, other engines' ids do
             named = Derived("capture slots", _slot_words(stored), f"their ids in other engines are {unknown}")

@@ -47,6 +47,14 @@ def _far_host(facts: Facts) -> Iterator[Finding]:
             ("run `slipstream doctor CONFIG`, which looks there",),
             severity="warning",
         )
+    if host.more:
+        yield Finding(
+            "host",
+            f"host.more names {', '.join(other.address for other in host.more)}: no run works there",
+            "runs on the first host only; `slipstream doctor` and `slipstream host` take all of them",
+            ("leave host.more out where the first host is to be used alone",),
+            severity="warning",
+        )
 
 
 def _disk(facts: Facts) -> Iterator[Finding]:

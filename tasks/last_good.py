@@ -41,14 +41,17 @@ def keep_last_good(workdir: Path, draft: Path | None, settings: dict[str, Any], 
     """Notes the running server of that name as the last good one, with its draft."""
     record = read_record(workdir / f"{name}{STATE_SUFFIX}")
     assert record is not None  # it was just started
-    new, final = workdir / f"{FOLDER}.new", workdir / FOLDER
+    new, old, final = workdir / f"{FOLDER}.new", workdir / f"{FOLDER}.old", workdir / FOLDER
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     if draft is not None:
         shutil.copytree(draft, new / DRAFT, copy_function=_link)
     write_json(new / RECORD, _as_json(record, settings))
-    shutil.rmtree(final, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)  # not removed first: that takes longer, and half of it would be no record
     new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def read_last_good(workdir: Path) -> LastGood | None:

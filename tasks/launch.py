@@ -13,7 +13,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.bench_client import ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.checks import find, gather, refuse, refuse_other_engine
-from slipstream.tasks.cleanup import clean
+from slipstream.tasks.cleanup import check_gpus, clean
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.last_good import keep_last_good
 from slipstream.tasks.manifest import MANIFEST, read_json, write_json
@@ -37,6 +37,7 @@ def run(context: StageContext) -> dict[str, Any]:
     facts = gather(config, workdir)
     refuse(find(facts))
     clean(workdir, config, say=context.say)
+    check_gpus(config)
     num_steps = chosen_num_steps(context.input("tune"))
     slots = None if facts.slots is None else tuple(slot_name(slot) for slot in facts.slots)
     plan = plan_server(workdir, num_steps, slots=slots, port=config.server.port)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse
-from slipstream.tasks.cleanup import clean, stop_recorded
+from slipstream.tasks.cleanup import check_gpus, clean, stop_recorded
 from slipstream.tasks.facts import DRAFT
 from slipstream.tasks.last_good import FOLDER, LastGood, command_again, keep_last_good, read_last_good, what_makes_it
 from slipstream.tasks.manifest import MANIFEST, DamagedManifest, read_manifest
@@ -52,6 +52,7 @@ def run(context: StageContext) -> dict[str, Any]:
         context.progress(done, total, phase=phase)
 
     try:
+        check_gpus(config)
         server = start_command(config, workdir, command_again(last, workdir), last.port, check, progress=follow)
     except SlipstreamError as error:
         raise SlipstreamError(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SHARES = "shares"
 STORE = "store"
+STORE_MANIFEST = "manifest.json"  # of a store; it is laid last: a store without one is not whole
 T = TypeVar("T")
 
 
@@ -51,7 +52,7 @@ def done_conversations(deployment: "Deployment", workdir: Path) -> dict[str, Con
 
 def done_stores(deployment: "Deployment", workdir: Path) -> list[Path]:
     """The hidden-state stores of all shares that were laid below `workdir`."""
-    return [folder / STORE for folder in _folders(deployment, workdir, STORE)]
+    return list(_folders(deployment, workdir, f"{STORE}/{STORE_MANIFEST}"))
 
 
 def _folders(deployment: "Deployment", workdir: Path, holding: str) -> Iterator[Path]:

@@ -14,9 +14,11 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.device import resolve_device
 from slipstream.engine.speed_forecast import SpeedForecast, expected_speed
 from slipstream.tasks.bench_prompts import benchmark_prompts
+from slipstream.tasks.cleanup import check_gpus
 from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.probe import probe_rounds
+from slipstream.tasks.process import STATE_SUFFIX
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import read_replayed
 from slipstream.tasks.round_costs import RoundTime, costs_of, losing_term, option_dict
@@ -59,6 +61,8 @@ def _pinned(num_steps: int) -> dict[str, Any]:
 
 def _measured(context: StageContext) -> dict[str, Any]:
     config = context.config
+    if not any(context.workdir.glob(f"*{STATE_SUFFIX}")):  # else a server of ours may be on them
+        check_gpus(config)
     replayed = read_replayed(context.input("train"))
     ks = [0, *(k for k in sorted(replayed) if k <= config.speculation.max_num_steps)]
     if ks[-1] < config.speculation.max_num_steps:

@@ -1,7 +1,7 @@
 """Several hosts: shares of the work to each, to another where one is lost; replicas replaced one by one.
 
-`flows` maps `run_share` over the shares by whatever task runner it has: it needs nothing but its arguments. A share
-that is asked for again finds its jobs, running or ended, as every job does.
+No command calls these functions yet. `run_share` needs nothing but its arguments, for whatever maps it over the shares.
+A share that is asked for again finds its jobs, running or ended, as every job does.
 """
 
 import threading
@@ -17,13 +17,12 @@ from slipstream.tasks.hosts.far_stage import RUNS, run_far_stage, run_name
 from slipstream.tasks.hosts.host import Host, HostUnreachable
 from slipstream.tasks.hosts.open_host import each_deployment, open_host
 from slipstream.tasks.reporting import Reporter
-from slipstream.tasks.shares import STORE, share_name, shares_folder
+from slipstream.tasks.shares import STORE, STORE_MANIFEST, share_name, shares_folder
 
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
 SHARED_STAGES = ("resolve", "regenerate", "extract")
-STORE_MANIFEST = "manifest.json"
 DRAIN_POLL_SECONDS = 0.2
 Say = Callable[[str], None]
 T = TypeVar("T")
@@ -87,14 +86,18 @@ def run_share(number: int, deployment: "Deployment", workdir: Path, reporter: Re
 
 
 def lay_shares(host: Host, deployment: "Deployment", workdir: Path, say: Say) -> int:
-    """Sends the shares that were fetched to the host of the whole run, whose stages take them. Returns their number."""
+    """Sends the shares that were fetched to the host of the whole run, whose stages take them. Returns their number.
+
+    A share whose store has no manifest was not fetched whole and stays here. There as here a manifest comes last.
+    """
     whole = shares_folder(deployment)
-    files = sorted(path for path in (workdir / whole).rglob("*") if path.is_file() and path.suffix != ".part")
-    for path in files:
+    fetched = [path.parents[1] for path in (workdir / whole).glob(f"*/{STORE}/{STORE_MANIFEST}")]
+    found = (path for folder in fetched for path in folder.rglob("*") if path.is_file() and path.suffix != ".part")
+    for path in sorted(found, key=lambda path: (path.name == STORE_MANIFEST, path)):
         target = f"{RUNS}/{run_name(workdir)}/{path.relative_to(workdir)}"
         if host.file_facts(target) is None:
             host.put(path, target, say=say)
-    return sum(path.name == CONVERSATIONS for path in files)
+    return len(fetched)
 
 
 def _fetch_share(host: Host, run: str, folder: Path, say: Say) -> None:
@@ -141,6 +144,8 @@ def roll(replicas: Sequence[Replica], say: Say, wait: Callable[[float], None], *
         wait: sleeps so many seconds.
         drain_seconds: how long a replica may go on answering what it has begun.
 
+    A replica that cannot be brought back is told to `say`, and the others are brought back all the same.
+
     Raises the error of the successor that did not come up.
     """
     replaced: list[Replica] = []
@@ -152,34 +157,48 @@ def roll(replicas: Sequence[Replica], say: Say, wait: Callable[[float], None], *
             except BaseException as error:
                 why = getattr(error, "found", error)
                 say(f"{replica.name}: the new server did not come up: {why}; the old one comes back")
-                replica.go_back()
-                replica.join()
+                _back(replica, say)
                 raise
         except BaseException:
             for earlier in reversed(replaced):
-                _drain(earlier, say, wait, drain_seconds)
-                earlier.go_back()
-                earlier.join()
-                say(f"{earlier.name}: the old server is back")
+                try:
+                    _drain(earlier, say, wait, drain_seconds)
+                except Exception as error:
+                    say(f"{earlier.name}: the new server stays: {getattr(error, 'found', error)}")
+                    continue
+                _back(earlier, say)
             raise
         replica.join()
         say(f"{replica.name}: replaced")
         replaced.append(replica)
 
 
+def _back(replica: Replica, say: Say) -> None:
+    """Starts the old server again in a replica that is out, and puts it back; tells why it cannot."""
+    try:
+        replica.go_back()
+        replica.join()
+        say(f"{replica.name}: the old server is back")
+    except Exception as error:
+        say(f"{replica.name}: the old server is not back, nothing is sent there: {getattr(error, 'found', error)}")
+
+
 def _drain(replica: Replica, say: Say, wait: Callable[[float], None], drain_seconds: float) -> None:
-    """Takes a replica out and waits until it has answered all; puts it back where that takes too long."""
+    """Takes a replica out and waits until it has answered all; puts it back where that fails or takes too long."""
     replica.leave()
     waited = 0.0
-    while running := replica.running():
-        if waited >= drain_seconds:
-            replica.join()
-            raise SlipstreamError(
-                f"{replica.name} still answers {running} requests after {drain_seconds:.0f} s",
-                expected="an end of all that it has begun",
-                do="wait for it, or allow more time; it was left as it is",
-                runbook="roll-back.md",
-            )
-        wait(DRAIN_POLL_SECONDS)
-        waited += DRAIN_POLL_SECONDS
+    try:
+        while running := replica.running():
+            if waited >= drain_seconds:
+                raise SlipstreamError(
+                    f"{replica.name} still answers {running} requests after {drain_seconds:.0f} s",
+                    expected="an end of all that it has begun",
+                    do="wait for it, or allow more time; it was left as it is",
+                    runbook="roll-back.md",
+                )
+            wait(DRAIN_POLL_SECONDS)
+            waited += DRAIN_POLL_SECONDS
+    except BaseException:
+        replica.join()
+        raise
     say(f"{replica.name}: nothing runs on it any more")

@@ -95,6 +95,9 @@ def provision(
     key = digest([hashes, constraints, locked, python, host.hello()["python"], self_test])[:16]
     found = _ready(host, key)
     if found is not None:
+        if lock is not None and not locked:
+            _write_lock(lock, constraints, _lock_of(found, host, key))
+            say(f"locked {len(found['lock'])} packages by their hashes in {lock}, as they are there already")
         _note_current(host, key, found)
         return Environment(key, **found, was_there=True)
     base = host.directory
@@ -155,6 +158,18 @@ def _read_lock(lock: Path | None, constraints: str) -> list[str]:
             runbook="first-deployment.md",
         )
     return [line for line in lines if line.strip()]
+
+
+def _lock_of(found: dict[str, Any], host: Host, key: str) -> Sequence[str]:
+    """The hashes of an environment that is there. Raises SlipstreamError where none were noted when it was made."""
+    if not found["lock"]:
+        raise SlipstreamError(
+            f"the environment {key} on {host.name} has no hashes: no lock can be written of it",
+            expected="the hashes that are noted when an environment is made",
+            do=f"delete {host.directory}/{ENVIRONMENTS}/{key} there and give the same command again",
+            runbook="first-deployment.md",
+        )
+    return tuple(found["lock"])
 
 
 def _write_lock(lock: Path, constraints: str, lines: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from slipstream.tasks.stage import run_stage
 
 CAUGHT = [
     ("F15", "cleanup", "ours is stopped; held by process PID: named and left alone"),
-    ("F15", "cleanup", "GPU 0: 60 GB in use, by process PID of USER: named and left alone"),
+    ("F15", "launch", "GPU 0: 60 GB in use, by process PID of USER: named and left alone"),
 ]
 
 LISTEN = """
@@ -116,27 +116,31 @@ def card_in_use(foreign, monkeypatch):
 
 def test_a_foreign_process_on_a_card_is_named_and_left_alone(card_in_use, tmp_path):
     with pytest.raises(SlipstreamError, match=f"GPU 0: .* in use, by process {card_in_use.pid} of ") as error:
-        run_stage(cleanup.STAGE, deployment_on(0), tmp_path)
+        cleanup.check_gpus(deployment_on(0))
     assert (error.value.fault, error.value.runbook) == ("F15", "gpu-memory-not-freed.md")
     assert "time.sleep(600)" in error.value.found
     assert card_in_use.poll() is None
 
 
-def test_on_other_cards_it_is_nobodys_business(card_in_use, tmp_path, monkeypatch):
+def test_on_the_way_out_a_foreign_process_on_a_card_is_nobodys_business(card_in_use, tmp_path):
+    assert run_stage(cleanup.STAGE, deployment_on(0), tmp_path).figures["stopped"] == []
+
+
+def test_on_other_cards_it_is_nobodys_business(card_in_use, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    cleanup.clean(tmp_path, deployment_on(0))
+    cleanup.check_gpus(deployment_on(0))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
     with pytest.raises(SlipstreamError, match="GPU 0"):
-        cleanup.clean(tmp_path, deployment_on(0))
+        cleanup.check_gpus(deployment_on(0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    cleanup.clean(tmp_path, Deployment(server={"device": "cpu", "port": 0}))
+    cleanup.check_gpus(Deployment(server={"device": "cpu", "port": 0}))
 
 
-def test_memory_that_nobody_is_named_for_is_in_use_as_well(tmp_path, monkeypatch):
+def test_memory_that_nobody_is_named_for_is_in_use_as_well(monkeypatch):
     monkeypatch.setattr(cleanup, "read_gpus", lambda: Gpus("580", "13.0", (CARD,)))
     with pytest.raises(SlipstreamError, match=r"60\.0 GB of 150 GB in use, by nobody whom the driver names"):
-        cleanup.clean(tmp_path, deployment_on(0))
+        cleanup.check_gpus(deployment_on(0))
 
 
-def test_with_the_check_off_a_card_in_use_passes(card_in_use, tmp_path):
-    assert cleanup.clean(tmp_path, deployment_on(0), skip={"F15"}) == []
+def test_with_the_check_off_a_card_in_use_passes(card_in_use):
+    cleanup.check_gpus(deployment_on(0), skip={"F15"})

@@ -245,17 +245,15 @@ def test_serve_keeps_its_server_and_a_killed_launch_is_taken_back_by_the_worker(
     assert done.process_of("restore") != flow_process
 
 
-def test_a_run_that_is_cancelled_is_cleaned_up_on_its_way_out_and_by_the_worker(done: Project) -> None:
+def test_a_run_that_is_cancelled_is_cleaned_up_on_its_way_out_and_leaves_the_worker_nothing(done: Project) -> None:
     shutil.rmtree(done.workdir / "parity")
     (done.control / "hang-parity").touch()
     run = done.run("lifecycle")
     wait_for(lambda: "parity" in done.ran() and done.server_lives())
-    flow_process = done.process_of("parity")
     done.command("prefect", "flow-run", "cancel", str(run))
     assert ends(run) == "Cancelled"
     assert not done.server_lives()  # a process in its own session: Prefect's kill does not reach it
-    assert done.ran() == ["cleanup", "parity", "cleanup", "cleanup"]
-    assert done.process_of("cleanup") != flow_process  # the last one: the hook's
+    assert done.ran() == ["cleanup", "parity", "cleanup"]  # the hook's would stop what the next run has started
 
 
 def test_a_flow_whose_worker_is_killed_leaves_nothing_and_up_starts_another(done: Project) -> None:

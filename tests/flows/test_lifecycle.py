@@ -159,6 +159,21 @@ def test_failed_gate_fails_the_run_after_the_report_and_again_when_all_is_skippe
         assert (world.workdir / "report" / "report.html").exists()
 
 
+def test_a_cleanup_that_fails_on_the_way_out_does_not_replace_the_first_error(flow: ModuleType, world: World) -> None:
+    def fail(_: StageContext) -> dict[str, Any]:
+        if len(world.ran) > 1:
+            raise SlipstreamError("memory of GPUs is not back", fault="F15")
+        return {}
+
+    def first(_: StageContext) -> dict[str, Any]:
+        raise SlipstreamError("the first error")
+
+    world.bodies |= {"cleanup": fail, "resolve": first}
+    with pytest.raises(SlipstreamError, match="the first error"):
+        world.go(flow)
+    assert world.ran == ["cleanup", "resolve", "cleanup"]
+
+
 @pytest.mark.parametrize(("gates", "kept"), [([PASSED], True), ([FAILED], False)])
 def test_server_is_kept_only_on_demand_and_after_a_good_run(
     flow: ModuleType, world: World, gates: list[dict[str, str]], kept: bool

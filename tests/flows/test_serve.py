@@ -3,10 +3,12 @@
 import inspect
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import pytest
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.signals import unwinding_signals
 from slipstream.tasks.lock import LOCK
+from slipstream.tasks.manifest import write_json
+from slipstream.tasks.process import ProcessIdentity
 from slipstream.tasks.stage import StageContext
 
 
@@ -101,3 +105,36 @@ def test_hooks_have_the_parameters_by_which_a_worker_calls_them(flow: ModuleType
     for made, hook in expected.items():
         assert made.on_cancellation_hooks == made.on_crashed_hooks == made.on_failure_hooks == [hook]
         assert list(inspect.signature(hook).parameters) == ["flow", "flow_run", "state"]
+
+
+@pytest.mark.parametrize("holder", ["nobody", "another run", "this run"])
+def test_a_hook_stops_only_what_runs_in_a_workdir_that_its_run_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str
+) -> None:
+    """A run that is cancelled while it waits for its workdir was never in it."""
+    from slipstream.flows import hooks
+    from slipstream.flows.run_record import FILE, RunRecord
+
+    identity = ProcessIdentity.of(os.getpid())
+    assert identity is not None
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "deployment.yaml").write_text("host: {workdir: runs}\n")
+    if holder != "nobody":
+        write_json(tmp_path / "runs" / FILE, asdict(RunRecord(holder, "lifecycle", "", identity, "")))
+    called: list[tuple[list[str], Path]] = []
+
+    def stage(words: list[str], cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
+        called.append((words, cwd))
+        return subprocess.CompletedProcess(words, 0, "")
+
+    said: list[str] = []
+    logger = SimpleNamespace(info=lambda form, *values: said.append(form % values))
+    monkeypatch.setattr(hooks, "flow_run_logger", lambda *_: logger)
+    monkeypatch.setattr(hooks, "tell", lambda *_, **__: None)
+    monkeypatch.setattr(hooks, "_directory", lambda _: tmp_path)
+    monkeypatch.setattr(hooks.subprocess, "run", stage)
+    run: Any = SimpleNamespace(id="this run", parameters={"config": "deployment.yaml"})
+    state: Any = SimpleNamespace(type=SimpleNamespace(value="CANCELLED"), message="")
+    hooks.stop_what_ran(SimpleNamespace(name="lifecycle"), run, state)  # type: ignore[arg-type]
+    assert [cwd for _, cwd in called] == ([tmp_path] if holder == "this run" else [])
+    assert any("what runs there is not this run's" in line for line in said) == (holder != "this run")

@@ -285,6 +285,12 @@ def test_a_far_host_is_not_judged_by_this_machine(
     assert "gpu1" in plan.findings[0].found
     assert "slipstream doctor" in plan.findings[0].ways[0]
     assert world.plan(stages=(needed("extract"),), skip=("host",)).findings == ()
+    far["host"] |= {"more": [{"address": "gpu2"}]}
+    (tmp_path / "more").mkdir()
+    _, more = left_over.World(tmp_path / "more", far).plan(stages=(needed("extract"),)).findings
+    assert (more.check, more.severity) == ("host", "warning")
+    assert "gpu2" in more.found
+    assert "the first host only" in more.expected
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
 from slipstream.tasks.hosts.fleet import Replica, lay_shares, on_a_living_host, roll, run_share
 from slipstream.tasks.hosts.host import HostUnreachable, Job
 from slipstream.tasks.hosts.open_host import each_deployment
+from slipstream.tasks.shares import done_stores, shares_folder
 from slipstream.tasks.stage import run_stage
 
 PROMPTS = 6
@@ -276,7 +277,7 @@ def test_a_roll_of_two_replicas_loses_no_request_and_a_bad_one_leaves_all_as_the
     assert {get(f"{url}/work") for url in load.urls} == {"old"}
     assert len(load.urls) == 2
     assert sum("replaced" in line for line in said) == 1
-    assert sum("the old server is back" in line for line in said) == 1
+    assert sum("the old server is back" in line for line in said) == 2
     # and when it does
     roll([replica(0, "new"), replica(1, "new")], said.append, time.sleep, drain_seconds=20)
     before = len(load.answers)
@@ -298,3 +299,62 @@ def test_a_replica_that_does_not_drain_is_left_as_it_is():
     assert done == ["leave", "join"]
     assert 2.0 <= sum(waited) < 2.5
     assert error.value.runbook == "roll-back.md"
+
+
+@pytest.mark.parametrize("error", [OSError("no answer"), KeyboardInterrupt()])
+def test_a_replica_that_cannot_be_asked_is_put_back(error):
+    done = []
+
+    def running():
+        raise error
+
+    parts = {name: lambda name=name: done.append(name) for name in ("leave", "replace", "go_back", "join")}
+    with pytest.raises(type(error)):
+        roll([Replica("one", running=running, **parts)], lambda _: None, lambda _: None)
+    assert done == ["leave", "join"]
+
+
+def test_one_that_does_not_come_back_keeps_no_other_from_it():
+    done, said = [], []
+
+    def fail(words):
+        raise OSError(words)
+
+    def replica(number, **parts):
+        told = {name: lambda name=name: done.append(f"{name} {number}") for name in ("leave", "go_back", "join")}
+        return Replica(f"r{number}", **({"running": lambda: 0, "replace": lambda: None} | told | parts))
+
+    replicas = [
+        replica(0),
+        replica(1, go_back=lambda: fail("its disk is full")),
+        replica(2, replace=lambda: fail("the successor"), go_back=lambda: fail("its port is held")),
+    ]
+    with pytest.raises(OSError, match="the successor"):
+        roll(replicas, said.append, lambda _: None)
+    assert done[-3:] == ["leave 0", "go_back 0", "join 0"]
+    assert [done.count(f"join {number}") for number in range(3)] == [2, 1, 0]
+    assert [line.rpartition(": ")[2] for line in said if "is not back" in line] == [
+        "its port is held",
+        "its disk is full",
+    ]
+
+
+def test_a_share_that_is_not_whole_is_neither_laid_nor_opened_and_manifests_come_last(tmp_path):
+    deployment, sent = Deployment(), []
+    place = tmp_path / "demo" / shares_folder(deployment)
+    for share, names in {"0-of-2": ("shard-0", "manifest.json"), "1-of-2": ("shard-0",)}.items():
+        (place / share / "store").mkdir(parents=True)
+        for name in (CONVERSATIONS, *(f"store/{name}" for name in names)):
+            (place / share / name).write_text("x")
+
+    class There:
+        def file_facts(self, path):
+            return None
+
+        def put(self, source, target, *, say):
+            sent.append(source)
+
+    assert done_stores(deployment, tmp_path / "demo") == [place / "0-of-2" / "store"]
+    assert lay_shares(There(), deployment, tmp_path / "demo", lambda _: None) == 1
+    names = (CONVERSATIONS, "store/shard-0", "store/manifest.json")
+    assert sent == [place / "0-of-2" / name for name in names]

@@ -85,6 +85,9 @@ def test_the_second_host_gets_the_very_files_that_the_lock_names(host, wheels, t
     assert first.lock == (f"tinydep==1.0 --hash=sha256:{sha256}",)
     assert lock.read_text().splitlines()[1:] == list(first.lock)
     assert any("locked 1 packages" in line for line in said)
+    lock.unlink()
+    assert make(host, wheels, lock=lock).was_there
+    assert lock.read_text().splitlines()[1:] == list(first.lock)
     second = LocalHost(tmp_path / "second")
     made = make(second, wheels, lock=lock)
     assert made.lock == first.lock
