@@ -217,7 +217,8 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
 def _check_rope(path: Path, rope: Mapping[str, Any]) -> None:
     """A factor that is written: frequencies would take an absent one from the lengths, and the scale would not."""
     factor = rope.get("factor")
-    if _rope_type(rope) != "default" and (not (is_int(factor) or isinstance(factor, float)) or factor < 1):
+    stretches = isinstance(factor, int | float) and not isinstance(factor, bool) and factor >= 1
+    if _rope_type(rope) != "default" and not stretches:
         raise wrong(path, "rope_scaling.factor", factor, "a number of 1 or more")
 
 
