@@ -39,7 +39,13 @@ class Sftp:
             if there > source.stat().st_size:
                 self.client.remove(target)
                 there = 0
-            with self.client.open(target, "r+b" if there else "wb") as out:
+            try:
+                out = self.client.open(target, "r+b" if there else "wb")
+            except FileNotFoundError:  # whoever else writes it was done meanwhile, and gave it its name
+                if not there:
+                    raise
+                there, out = 0, self.client.open(target, "wb")
+            with out:
                 out.set_pipelined(True)  # not one round trip a block
                 out.seek(there)
                 file.seek(there)

@@ -10,6 +10,7 @@ import pytest
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.hosts import rsync, ssh
 from slipstream.tasks.hosts.host import HostUnreachable
+from slipstream.tasks.hosts.sftp import Sftp
 
 SIZE = 6_000_000
 
@@ -134,6 +135,19 @@ def test_two_who_send_the_same_file_at_once(relayed, way, source, tmp_path):
     for thread in threads:
         thread.join()
     assert len(results) == 2
+    assert (tmp_path / "far" / "target").read_bytes() == source.read_bytes()
+
+
+def test_a_part_that_somebody_else_has_finished_meanwhile_is_sent_anew(relayed, way, source, tmp_path, monkeypatch):
+    """Between the look at what is there and the opening, the other sender gives the file its name."""
+    host, _ = relayed
+    there = Sftp.size
+
+    def done_meanwhile(self, path):
+        return there(self, path) or 5
+
+    monkeypatch.setattr(Sftp, "size", done_meanwhile)
+    host.put(source, "target")
     assert (tmp_path / "far" / "target").read_bytes() == source.read_bytes()
 
 
