@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) over a paged cache of latents: absorbed to decode and verify, expanded in prompts.
+"""Multi-head latent attention (MLA) over a paged cache of latents: absorbed, but for prompts on a CPU.
 
 Layout: a cache is [num_blocks, block_size, kv_rank + rope_dim], one cell a position for all heads: the normed latent,
 then the rotated rope key. Every rank of a tensor-parallel group holds the whole cell. Block 0 is the dummy block.
@@ -52,7 +52,7 @@ def mla_prefill(
     nope_dim: int,
     value_dim: int,
 ) -> torch.Tensor:
-    """The same for rows of prompts, un-absorbed: each latent is expanded to the keys and values of every head.
+    """The same for rows of prompts. On a CPU each latent is expanded to every head's keys and values; a card absorbs.
 
     Args:
         q: [B, R, H, nope_dim + rope_dim], its rope part rotated.

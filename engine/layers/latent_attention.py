@@ -24,8 +24,9 @@ _INNER_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Norm, projections through latents, rotation, attention, output projection, add.
 
-    Decode and verify are absorbed: queries go to the latents, which are keys and values of all heads. Prompts expand
-    the latents to keys and values of each head, which is less work for many rows. The two round differently.
+    Decode and verify are absorbed: queries go to the latents, which are keys and values of all heads. On a CPU prompts
+    expand the latents to keys and values of each head, which is less work for many rows; the two round differently. On
+    a card prompts are absorbed, too: a captured launch has no room for keys and values of a whole block table.
 
     Args:
         hidden_size: width of the stream.

@@ -14,6 +14,21 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+# Kimi-K2.5's own sizes, for configs alone; to be put over TEXT.
+PUBLISHED = {
+    "vocab_size": 163840,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "n_routed_experts": 384,
+    "max_position_embeddings": 262144,
+    "eos_token_id": 163585,
+}
 # Kimi-K2.5's own values but for widths, ranks, depth, vocabulary and context; YaRN starts from 16 tokens here.
 TEXT = {
     "vocab_size": 199,

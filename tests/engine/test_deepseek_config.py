@@ -10,21 +10,6 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
 
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
-# Kimi-K2.5's own sizes.
-PUBLISHED = {
-    "vocab_size": 163840,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "n_routed_experts": 384,
-    "max_position_embeddings": 262144,
-    "eos_token_id": 163585,
-}
 
 
 @pytest.fixture
@@ -33,7 +18,7 @@ def write(load_test_module, tmp_path):
     kimi = load_test_module(KIMI)
 
     def make(text=None, outer=None, wrapper=True):
-        raw = kimi._config({**kimi.TEXT, **PUBLISHED, **(text or {})}, wrapper, None)
+        raw = kimi._config({**kimi.TEXT, **kimi.PUBLISHED, **(text or {})}, wrapper, None)
         raw.update(outer or {})
         (tmp_path / "config.json").write_text(json.dumps(raw))
         return tmp_path

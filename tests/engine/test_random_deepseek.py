@@ -17,20 +17,6 @@ from slipstream.engine.streamed_load import CheckpointNames, units_of
 from slipstream.engine.tensor_parallel import TensorParallel
 
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
-# Kimi-K2.5's own sizes, beside what the synthesiser keeps of it.
-PUBLISHED = {
-    "vocab_size": 163840,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "n_routed_experts": 384,
-    "max_position_embeddings": 262144,
-}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +26,7 @@ def kimi(load_test_module):
 
 def test_the_sizes_are_those_that_a_published_config_gives(kimi, tmp_path):
     rope = {**kimi.ROPE, "original_max_position_embeddings": 4096}
-    kimi.write(tmp_path, {}, kimi._config({**kimi.TEXT, **PUBLISHED, "rope_scaling": rope}, True, None))
+    kimi.write(tmp_path, {}, kimi._config({**kimi.TEXT, **kimi.PUBLISHED, "rope_scaling": rope}, True, None))
     read, ours = ModelConfig.from_dir(tmp_path), kimi_k25()
     free = {"bos_token_id": 0, "eos_token_ids": (), "quantization": None, "rope_scaling": None}
     assert replace(read, **free) == replace(ours, **free)
