@@ -10,10 +10,12 @@ it, nothing below means anything. Ends with 1 on any error, on a test that faile
 its end. Run the tests once without the sanitizer before: it makes compiling slow.
 
 Not counted, but told: what racecheck and synccheck find inside kernels of other libraries (memcheck and initcheck count
-whoever reads, for what a library's kernel reads may be ours); and races of racecheck between a bulk copy and readers of
-the ring that it fills. It follows no mbarrier in a loop, and takes the copying thread for a writer that nothing orders
-(FlashAttention's AI/RACECHECK_TMA_HAZARD.md found the same). That such a ring waits is tested on the emulated GPU. What
-is a bulk copy is read in the disassembled kernel: the address of the write must be that of one.
+whoever reads, for what a library's kernel reads may be ours); and races of racecheck that an mbarrier orders. It
+follows no mbarrier in a loop, and takes the copying thread for a writer that nothing orders (FlashAttention's
+AI/RACECHECK_TMA_HAZARD.md found the same). That such a ring waits is tested on the emulated GPU. Two kinds are told
+apart, by the disassembled kernel: a bulk copy and the readers of the ring that it fills (the write is that
+instruction); and a word that the copying thread stores beside it (the store stands between a wait and an arrival at
+mbarriers, each reader behind a wait).
 """
 
 import argparse
@@ -36,10 +38,28 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Group -> (tests, tools that are worth their time there). racecheck looks at shared memory, initcheck at global memory.
 KERNELS = "tests/kernels/"
 GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    # CUDA C++: every compiled kernel once or twice, bf16 and INT4: about 90 and 80 launches of ours.
+    # CUDA C++: every compiled kernel once or twice.
     "products": ((f"{KERNELS}test_cuda_skinny_gemm.py::test_gpu_every_kernel",), TOOLS),
     "int4": ((f"{KERNELS}test_cuda_int4_gemm.py::test_gpu_every_kernel",), TOOLS),
+    "wide": (
+        (
+            f"{KERNELS}test_cuda_wide_gemm.py::test_gpu_rows_keep_their_bits_in_every_cut",
+            f"{KERNELS}test_cuda_tiled_gemm.py",
+        ),
+        TOOLS,
+    ),
+    "experts": (
+        (
+            f"{KERNELS}test_cuda_experts.py::test_gpu_products_are_within_the_bound",
+            f"{KERNELS}test_cuda_experts.py::test_gpu_the_router_is_the_twins",
+        ),
+        TOOLS,
+    ),
     # Triton.
+    "latent": (
+        (f"{KERNELS}test_mla_attention_kernels.py", f"{KERNELS}test_latent_rows_kernels.py"),
+        ("memcheck", "racecheck", "initcheck"),
+    ),
     "triton": (
         tuple(f"{KERNELS}test_{op}.py" for op in ("norm_linear", "linear_add", "norm_gate_up", "norm_qkv")),
         ("memcheck", "racecheck", "initcheck"),
@@ -88,8 +108,11 @@ torch.cuda.synchronize()
 PRINT_LIMIT = 5000  # errors that racecheck and synccheck print: each is looked at
 # Demangled C++ templates and the names of cuBLAS; ours are extern "C" or Triton's.
 FOREIGN = ("nvjet_", "cublas", "cutlass", "gemm", "gemv", "void ", "at::", "nccl")
-BULK_COPY = "UBLKCP"  # the instruction
+BULK_COPY, WAIT, ARRIVAL = "UBLKCP", "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # instructions; the latter two of an mbarrier
+NEAR = 8  # instructions between a word of the ring and its wait or arrival: the compiler moves a few in between
+BYTES = 16  # of an instruction
 IN_LIBRARIES, OF_BULK_COPIES = "in other libraries' kernels", "of bulk copies, ordered by an mbarrier"
+OF_WORDS = "of words beside bulk copies, stored between a wait and an arrival at mbarriers and read behind a wait"
 
 
 @dataclass(frozen=True)
@@ -154,11 +177,32 @@ def errors_of(tool: str, words: str, instruction: Callable[[str, int], str]) -> 
             why = IN_LIBRARIES
         elif writes and all(instruction(*write).startswith(BULK_COPY) for write in writes):
             why = OF_BULK_COPIES
+        elif writes and _waits(instruction, places) and all(_arrives(instruction, *write) for write in writes):
+            why = OF_WORDS
         else:
             counted += 1
             continue
         aside.setdefault(why, Counter()).update([min(kernels)])
     return Errors(counted + max(0, total - len(found)), aside)  # and those that it did not print
+
+
+def _waits(instruction: Callable[[str, int], str], places: Sequence[tuple[str, str, str]]) -> bool:
+    """Each access to shared memory has a wait at an mbarrier just in front of it, and no other barrier or access."""
+    return all(
+        instruction(kernel, int(address, 16)).startswith(("STS", "LDS"))
+        and _first(instruction, kernel, int(address, 16), -BYTES).startswith(WAIT)
+        for _, kernel, address in places
+    )
+
+
+def _arrives(instruction: Callable[[str, int], str], kernel: str, address: int) -> bool:
+    return _first(instruction, kernel, address, BYTES).startswith(ARRIVAL)
+
+
+def _first(instruction: Callable[[str, int], str], kernel: str, address: int, step: int) -> str:
+    """The nearest instruction before or behind that orders or touches shared memory; "" if none is near."""
+    near = (instruction(kernel, address + step * far) for far in range(1, NEAR + 1))
+    return next((one for one in near if one.startswith(("SYNCS", "BAR", "STS", "LDS", "ATOMS"))), "")
 
 
 @functools.cache

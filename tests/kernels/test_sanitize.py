@@ -20,6 +20,18 @@ BARRIER = """========= Barrier error detected. Divergent thread(s) in block.
 =========
 """
 COPY, STORE = 0x42F0, 0x4410
+WORD = """========= Error: Race reported between Read access at bulk_0_0_1_2_1_4+0xe30
+=========     and Write access at bulk_0_0_1_2_1_4+0x5130 [12 hazards]
+=========
+"""
+RING_WORD = {  # as nvcc 13.0 made it
+    0x0DE0: "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R3+URZ], R0 ",
+    0x0E10: "BRA `(.L_x_1161) ",
+    0x0E30: "LDS R50, [R50+0x100] ",
+    0x50E0: "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R27+URZ+0x78], R18 ",
+    0x5130: "STS [R21+0x100], R10 ",
+    0x5150: "SYNCS.ARRIVE.TRANS64 RZ, [R27+URZ], R16 ",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +55,21 @@ def test_only_races_of_ours_that_no_mbarrier_orders_are_counted(sanitize):
     assert dict(found.aside[sanitize.OF_BULK_COPIES]) == {"bulk_0_0_1_2_1_4": 2}
     assert len(found.describe()) == 2
     assert "3 in other libraries' kernels: nvjet_sm90_tst_64x8_64x16_2x1_v_bz_TNT 3" in found.describe()[0]
+
+
+def test_a_word_beside_a_bulk_copy_is_told_apart_by_its_wait_and_arrival(sanitize):
+    def found(**changed: str):
+        code = RING_WORD | {int(address[1:], 16): word for address, word in changed.items()}
+        return sanitize.errors_of("racecheck", WORD + race(1), lambda _, address: code.get(address, ""))
+
+    assert found().counted == 0
+    assert dict(found().aside[sanitize.OF_WORDS]) == {"bulk_0_0_1_2_1_4": 1}
+    assert found(x50e0="").counted == 1  # the writer does not wait
+    assert found(x5150="").counted == 1  # nor tell anyone
+    assert found(x5140="STS [R21+0x104], R10 ").counted == 1  # another store in between
+    assert found(x0de0="").counted == 1  # the reader does not wait
+    assert found(x0de0="BAR.SYNC 0x0 ").counted == 1
+    assert found(x5130="ST.E [R20], R10 ").counted == 1  # not shared memory
 
 
 def test_a_kernel_that_is_not_known_is_ours(sanitize):
