@@ -9,6 +9,7 @@ import torch
 
 from slipstream.engine.deepseek_config import DEEPSEEK_ARCHITECTURES
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.expert_kernels import prepare_expert_kernels
 from slipstream.engine.layers.linear import unallocated
 from slipstream.engine.layers.quantized import quantise
 from slipstream.engine.model_config import ModelConfig
@@ -44,8 +45,9 @@ def load_target(
         parallel: the ranks that share the target; this one reads its own part.
         progress: told how far this rank is, where the target is read layer by layer (streamed_load.py).
 
-    Raises SlipstreamError for an unknown architecture, a truncated or unreadable file, and for any tensor that is
-    missing, left over, or of another shape than the config says.
+    Raises SlipstreamError for an unknown architecture or one whose kernels cannot be had on this card
+    (expert_kernels.py), a truncated or unreadable file, and for any tensor that is missing, left over, or of another
+    shape than the config says.
     """
     directory = Path(directory)
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -56,6 +58,7 @@ def load_target(
             expected=f"one of {', '.join(_MODELS)}",
             do="use a target of a known architecture",
         )
+    prepare_expert_kernels(config, dtype, device)
     int4, streamed = config.quantization, config.experts is not None
     with (
         known_forms(directory / "config.json", "use another target"),

@@ -117,7 +117,7 @@ def arrange_stack(packed: torch.Tensor, scale: torch.Tensor, count: int, half: i
     Raises ValueError as `arrange`, before anything is overwritten.
     """
     check(packed, scale)
-    num_rows, features = packed.shape[0] // count, packed.shape[1] * _NIBBLES
+    num_rows = packed.shape[0] // count
     if packed.shape[0] % count or num_rows % BLOCK or num_rows % (2 * half):
         raise ValueError(
             f"{packed.shape[0]} rows of {count} weights, half {half}: expected whole blocks of {BLOCK} rows each"
@@ -126,10 +126,20 @@ def arrange_stack(packed: torch.Tensor, scale: torch.Tensor, count: int, half: i
         weight = arrange(words, scales, half)
         words.copy_(weight.words.view(words.shape))
         scales.copy_(weight.scales.view(scales.shape))
-    blocks = packed.shape[0] // BLOCK
-    return Int4Weight(
-        packed.view(blocks, features // BLOCK, 8, 16), scale.view(blocks, scale.shape[1], 8, 4), packed.shape[0], half
-    )
+    return arranged(packed, scale, half)
+
+
+def arranged(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4Weight:
+    """Memory of the form on disk that holds words and scales in the order of the kernels already, as the weight.
+
+    Args:
+        packed: [N, K / 8] int32, contiguous, N and K multiples of 32.
+        scale: [N, K / group] bf16, contiguous.
+        half: as in `arrange`.
+    """
+    blocks, chunks = packed.shape[0] // BLOCK, packed.shape[1] * _NIBBLES // BLOCK
+    words = packed.view(blocks, chunks, 8, 16)  # [N, K / 8] -> [b, c, g, j]
+    return Int4Weight(words, scale.view(blocks, -1, 8, 4), packed.shape[0], half)  # [N, K / group] -> [b, c, g, i]
 
 
 def disarrange(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,7 @@
 """Multi-head latent attention (MLA) over a paged cache of latents: absorbed, but for prompts on a CPU.
 
+A card absorbs prompts, too: a captured launch would need room for the keys and values of a whole block table.
+
 Layout: a cache is [num_blocks, block_size, kv_rank + rope_dim], one cell a position for all heads: the normed latent,
 then the rotated rope key. Every rank of a tensor-parallel group holds the whole cell. Block 0 is the dummy block.
 """
@@ -21,7 +23,7 @@ def mla_attention(
     Args:
         q: [B, R, H, kv_rank + rope_dim], absorbed (`absorb_query`); outputs of padding rows are not meant for use.
         cache: [num_blocks, block_size, kv_rank + rope_dim].
-        rows: of this step.
+        rows: of this step, on a card of prompts as well.
         scale: multiplied onto q.k.
         kv_rank: width of a latent.
 
@@ -33,7 +35,8 @@ def mla_attention(
     if on_gpu(q):
         from slipstream.kernels.gpu import mla_attention as gpu
 
-        return gpu.mla_attention(q, cache, rows, scale, kv_rank)
+        attention = gpu.mla_prefill if rows.prefill else gpu.mla_attention
+        return attention(q, cache, rows, scale, kv_rank)
     if not q.shape[2]:
         return q[..., :kv_rank]
     # One KV head that all query heads share. Values as wide as keys: the columns behind kv_rank are dropped.
@@ -52,7 +55,7 @@ def mla_prefill(
     nope_dim: int,
     value_dim: int,
 ) -> torch.Tensor:
-    """The same for rows of prompts. On a CPU each latent is expanded to every head's keys and values; a card absorbs.
+    """The same for rows of prompts on a CPU: each latent is expanded to every head's keys and values.
 
     Args:
         q: [B, R, H, nope_dim + rope_dim], its rope part rotated.
@@ -65,10 +68,6 @@ def mla_prefill(
     Returns:
         [B, R, H, value_dim]. Bits of a row do not depend on how the prompt is cut into chunks.
     """
-    if on_gpu(q):
-        from slipstream.kernels.gpu import mla_attention as gpu
-
-        return gpu.mla_prefill(q, cache, rows, scale, expand, nope_dim, value_dim)
     batch, _, heads, key_dim = q.shape
     if not heads:
         return q[..., :value_dim]

@@ -25,3 +25,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
+
+
+def norm_stream(stream: Stream, norm: Norm) -> torch.Tensor:
+    """`rms_norm` of the M rows of a stream [M, h]; on a card by the sums of squares that their writer left."""
+    if on_gpu(stream.rows) and stream.rows.numel():
+        from slipstream.kernels.gpu import rms_norm as gpu
+
+        return gpu.rms_norm(stream, norm)
+    return rms_norm(stream.rows, norm.weight, norm.eps)

@@ -47,6 +47,11 @@ CASES = (
     Case("llama8b-int4-step", "llama8b-int4", 1, 0, 1.5),
     Case("llama8b-int4-step", "llama8b-int4", 4, 0),
     Case("llama8b-int4-step", "llama8b-int4", 16, 0),
+    Case("kimi-rank-step", "kimi-rank", 1, 0, 3.1),
+    Case("kimi-rank-step", "kimi-rank", 2, 0),
+    Case("kimi-rank-step", "kimi-rank", 4, 0, 3.84),
+    Case("kimi-rank-step", "kimi-rank", 8, 0),
+    Case("kimi-rank-step", "kimi-rank", 16, 0, 6.9),
 )
 
 
@@ -141,8 +146,9 @@ def run_cases(
 
 
 def step_bytes(size: Size, case: Case, mean_context: int = 256) -> float:
-    """What a step must read: weights once, keys and values of every request at the answers' mean context."""
-    return size.step_bytes(case.num_steps) + case.batch * size.kv_bytes(mean_context)
+    """What a step must read: weights once, of experts those that rows choose apart from each other, and keys and values
+    of every request at the answers' mean context."""
+    return size.step_bytes(case.num_steps, case.batch) + case.batch * size.kv_bytes(mean_context)
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:

@@ -1,15 +1,21 @@
 """Kimi-K2.5 with random weights: one rank's share of the whole model, made without a checkpoint."""
 
+from dataclasses import replace
+
 import torch
 
 from slipstream.engine.deepseek_config import WRAPPER, Experts, Latent
+from slipstream.engine.expert_kernels import prepare_expert_kernels
 from slipstream.engine.layers.linear import unallocated
+from slipstream.engine.layers.quantized import Int4ExpertsReader, Reader
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.deepseek import DeepseekModel
 from slipstream.engine.packed_weights import pack_for_device
 from slipstream.engine.quantization import Quantization
 from slipstream.engine.streamed_load import CheckpointNames, units_of
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
+from slipstream.kernels.expert_mlp import ExpertWeights
+from slipstream.kernels.int4 import arranged
 
 _SPREAD = 4.6  # deviation of integers -8..7
 
@@ -42,6 +48,23 @@ def kimi_k25(num_layers: int = 61, max_position: int = 262144) -> ModelConfig:
     )
 
 
+def kimi_k25_rank(ranks: int = 8, num_layers: int = 61, max_position: int = 8192) -> ModelConfig:
+    """One rank's share of it as a model of its own: no other rank, and nothing exchanged."""
+    whole = kimi_k25(num_layers, max_position)
+    assert whole.experts is not None
+    heads = whole.num_heads // ranks
+    return replace(
+        whole,
+        vocab_size=whole.vocab_size // ranks,
+        intermediate_size=whole.intermediate_size // ranks,
+        num_heads=heads,
+        num_kv_heads=heads,
+        experts=replace(whole.experts, width=whole.experts.width // ranks),
+        bos_token_id=0,
+        eos_token_ids=(),
+    )
+
+
 def random_deepseek(
     config: ModelConfig,
     device: torch.device | str = "cuda",
@@ -53,32 +76,36 @@ def random_deepseek(
 
     Rows choose different experts: the router is random. Memory is taken as a loader takes it, layer by layer.
     """
+    prepare_expert_kernels(config, dtype, device)
     with torch.device(device), unallocated():
         model = DeepseekModel(config, dtype, parallel)
     generator = torch.Generator(device).manual_seed(seed)
-    group = 0 if config.quantization is None else config.quantization.group
     for unit in units_of(model, CheckpointNames.of(config), config.quantization):
         ready = unit.on(device)
-        shards = ready.shards()
-        for name, shard in shards.items():
-            if name.endswith("weight_shape"):
-                rows, words = shards[name.replace("weight_shape", "weight_packed")].shape
-                shard.view.copy_(torch.tensor([rows, 8 * words]))
-            else:
-                _fill(name, shard, group, generator)
-        ready.finish()
+        for name, shard in replace(ready, readers=()).shards().items():
+            _fill(name, shard, generator)
+        for reader in ready.readers:
+            _fill_experts(reader, generator)
     model.prepare()
     pack_for_device(model, device)
     return model.requires_grad_(False).eval()
 
 
-def _fill(name: str, shard: Shard, group: int, generator: torch.Generator) -> None:
+def _fill_experts(reader: Reader, generator: torch.Generator) -> None:
+    """All experts of a layer at once: in any order of words and scales they are as random."""
+    if not isinstance(reader, Int4ExpertsReader):
+        raise ValueError(f"{type(reader).__name__}: expected no INT4 weights but routed experts")
+    for (packed, scale), part in ((reader.gate_up, "gate_proj"), (reader.down, "down_proj")):
+        packed.random_(-(2**31), 2**31, generator=generator)
+        features = reader.parts[f"0.{part}.weight"].shape[1]  # of all ranks
+        scale.uniform_(0.5, 1.5, generator=generator).mul_(features**-0.5 / _SPREAD)
+    layer = reader.layer
+    layer.int4 = ExpertWeights(arranged(*reader.gate_up, layer.cut.size), arranged(*reader.down), layer.num)
+
+
+def _fill(name: str, shard: Shard, generator: torch.Generator) -> None:
     view, features = shard.view, shard.shape[-1]
-    if view.dtype == torch.int32:
-        view.random_(-(2**31), 2**31, generator=generator)
-    elif name.endswith("weight_scale"):
-        view.uniform_(0.5, 1.5, generator=generator).mul_((features * group) ** -0.5 / _SPREAD)
-    elif name.endswith("norm.weight"):
+    if name.endswith("norm.weight"):
         view.fill_(1.0)
     elif name.endswith("e_score_correction_bias"):
         view.normal_(0.0, 0.02, generator=generator)

@@ -6,14 +6,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from slipstream.engine.bench.random_deepseek import kimi_k25_rank, random_deepseek
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.layers.linear import unallocated
 from slipstream.engine.layers.quantized import Int4Reader, quantise
 from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.models.dense import DenseModel
 from slipstream.engine.packed_weights import pack_for_device
 from slipstream.engine.quantization import Quantization
+
+_DRAFT_HEAD_DIM = 128  # of a draft with plain attention for a target that has latents
 
 
 @dataclass(frozen=True)
@@ -58,12 +62,15 @@ class Size:
         ) * self.head_dim * 2 * h + self.num_heads * self.head_dim * h
         return attention + 3 * h * self.draft_intermediate_size + self.draft_vocab_size * h
 
-    def step_bytes(self, num_steps: int) -> float:
-        """Bytes of weights that a round of K drafts reads once: layers, head, K draft steps and the draft's fc."""
+    def target_bytes(self, rows: int) -> float:
+        """Bytes of weights that a pass of the target over so many rows reads: layers and head, whatever the rows."""
+        return self.num_layers * self.layer_parameters * self.weight_bytes + self.vocab_size * self.hidden_size * 2
+
+    def step_bytes(self, num_steps: int, batch: int = 1) -> float:
+        """Bytes of weights that a round of K drafts reads once: the target, K draft steps and the draft's fc."""
         h = self.hidden_size
-        target = self.num_layers * self.layer_parameters * self.weight_bytes + self.vocab_size * h * 2
         draft = num_steps * self.draft_step_parameters * 2 + (3 * h * h * 2 if num_steps else 0)
-        return target + draft
+        return self.target_bytes(batch * (num_steps + 1)) + draft
 
     def kv_bytes(self, context: int) -> int:
         """Bytes of keys and values that a step of one request reads at `context` tokens."""
@@ -108,14 +115,61 @@ class Size:
         )
 
 
+@dataclass(frozen=True)
+class LatentSize(Size):
+    """A target with latent attention and routed experts, and a Llama-type draft. target: its config."""
+
+    target: ModelConfig | None = None
+
+    @classmethod
+    def of(cls, name: str, target: ModelConfig) -> "LatentSize":
+        assert target.quantization is not None
+        c, group = target, target.quantization.group
+        heads = (c.num_heads, c.num_kv_heads, _DRAFT_HEAD_DIM)
+        shape = (c.vocab_size, c.hidden_size, c.intermediate_size, c.num_layers, *heads, False, c.rope_theta)
+        return cls(name, *shape, c.vocab_size, c.intermediate_size, group, c)
+
+    def target_config(self, max_position: int = 8192) -> ModelConfig:
+        assert self.target is not None
+        return replace(self.target, max_position=max_position)
+
+    def distinct_experts(self, rows: int) -> float:
+        """Of a layer, where so many rows choose apart from each other."""
+        experts = self.target_config().experts
+        assert experts is not None
+        return experts.num * (1 - (1 - experts.per_token / experts.num) ** rows)
+
+    def target_bytes(self, rows: int) -> float:
+        c = self.target_config()
+        assert c.latent is not None
+        assert c.experts is not None
+        h, e, a = c.hidden_size, c.experts, c.latent
+        latents = h * (a.q_rank + a.cell)
+        heads = c.num_heads * (a.q_rank * (a.nope_dim + a.rope_dim) + a.kv_rank * (a.nope_dim + a.value_dim))
+        attention = latents + heads + c.num_heads * a.value_dim * h
+        mixed = e.num * h + e.shared * 3 * h * e.width
+        plain = c.num_layers * attention + (c.num_layers - e.first_dense) * mixed
+        plain += e.first_dense * 3 * h * c.intermediate_size + c.vocab_size * h
+        routed = (c.num_layers - e.first_dense) * self.distinct_experts(rows) * 3 * h * e.width
+        return 2 * plain + self.weight_bytes * routed
+
+    def kv_bytes(self, context: int) -> int:
+        latent = self.target_config().latent
+        assert latent is not None
+        return 2 * self.num_layers * latent.cell * context
+
+
 SMOLLM2_135M = Size("SmolLM2-135M", 49152, 576, 1536, 30, 9, 3, 64, True, 1e5, 32000, 1536)
 LLAMA_8B = Size("Llama-3.1-8B", 128256, 4096, 14336, 32, 32, 8, 128, False, 5e5, 32000, 14336)
 LLAMA_8B_INT4 = replace(LLAMA_8B, name="Llama-3.1-8B INT4", int4_group=128)
-SIZES = {"smollm2": SMOLLM2_135M, "llama8b": LLAMA_8B, "llama8b-int4": LLAMA_8B_INT4}
+KIMI_RANK = LatentSize.of("Kimi-K2.5, one rank of TP=8, nothing exchanged", kimi_k25_rank())
+SIZES = {"smollm2": SMOLLM2_135M, "llama8b": LLAMA_8B, "llama8b-int4": LLAMA_8B_INT4, "kimi-rank": KIMI_RANK}
 
 
-def random_target(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> DenseModel:
-    """A target of these sizes, weights of deviation 0.02 (norms 1): INT4 uniform, others normal; ready to serve."""
+def random_target(size: Size, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Decoder:
+    """A target of these sizes, ready to serve; of a dense one all weights of deviation 0.02, norms 1, INT4 uniform."""
+    if isinstance(size, LatentSize):
+        return random_deepseek(size.target_config(), device, dtype, seed=seed)
     with torch.device(device), unallocated() if size.int4_group else nullcontext():
         model = DenseModel(size.target_config(), dtype)
     if size.int4_group:

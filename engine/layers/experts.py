@@ -9,7 +9,7 @@ from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 from slipstream.kernels.choose_experts import Choice, choose_experts
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
-from slipstream.kernels.rms_norm import rms_norm
+from slipstream.kernels.rms_norm import norm_stream
 from slipstream.kernels.route import Routing
 from slipstream.kernels.stream import Norm, Stream
 
@@ -87,7 +87,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, stream: Stream, norm: Norm) -> Stream:
         """The stream of M rows behind the block."""
-        x = rms_norm(stream.rows, norm.weight, norm.eps)  # [M, h]
+        x = norm_stream(stream, norm)  # [M, h]
         choice = self.gate(x)
         shared = None if self.shared_experts is None else self.shared_experts.partial(stream, norm)
         weights, (ids, gates, lists) = self.experts.weights, (choice.ids, choice.gates, choice.lists)

@@ -26,7 +26,8 @@ class LatentAttention(nn.Module):
 
     Decode and verify are absorbed: queries go to the latents, which are keys and values of all heads. On a CPU prompts
     expand the latents to keys and values of each head, which is less work for many rows; the two round differently. On
-    a card prompts are absorbed, too: a captured launch has no room for keys and values of a whole block table.
+    a card prompts are absorbed, too, and `kv_b_proj` is not kept: a captured launch has no room for keys and values of
+    a whole block table.
 
     Args:
         hidden_size: width of the stream.
@@ -56,7 +57,9 @@ class LatentAttention(nn.Module):
         self.q_a_layernorm = RMSNorm(c.q_rank, _INNER_EPS, dtype=dtype)
         self.q_b_proj = ColumnParallelLinear(c.q_rank, cut.times(self.heads.dim), dtype=dtype)
         self.kv_a_layernorm = RMSNorm(c.kv_rank, _INNER_EPS, dtype=dtype)
-        self.kv_b_proj = ColumnParallelLinear(c.kv_rank, cut.times(c.nope_dim + c.value_dim), dtype=dtype)
+        self.kv_b_proj: ColumnParallelLinear | None = ColumnParallelLinear(
+            c.kv_rank, cut.times(c.nope_dim + c.value_dim), dtype=dtype
+        )  # None on a card, once prepared: `key_up` and `value_up` are all that is read
         self.o_proj = RowParallelLinear(cut.times(c.value_dim), hidden_size, parallel, dtype=dtype)
         self.key_up: torch.Tensor  # [H, kv_rank, nope], from kv_b_proj by `prepare`
         self.value_up: torch.Tensor  # [H, v, kv_rank], likewise
@@ -67,6 +70,7 @@ class LatentAttention(nn.Module):
     def prepare(self) -> None:
         """Once, when the weights are there: the order of rope rows, and the two halves of `kv_b_proj` by heads."""
         c = self.latent
+        assert self.kv_b_proj is not None
         order = (
             torch.arange(c.rope_dim, device=self.q_b_proj.weight.device).view(-1, 2).T.flatten()
         )  # 0 2 4 .. 1 3 5 ..
@@ -77,6 +81,8 @@ class LatentAttention(nn.Module):
         parts = self.kv_b_proj.weight.data.unflatten(0, (self.heads.q, c.nope_dim + c.value_dim))  # [H, nope + v, rank]
         self.key_up = parts[:, : c.nope_dim].transpose(1, 2).contiguous()
         self.value_up = parts[:, c.nope_dim :].contiguous()
+        if parts.is_cuda:
+            self.kv_b_proj = None
 
     def forward(
         self,
@@ -98,11 +104,11 @@ class LatentAttention(nn.Module):
         """
         c, heads, shape = self.latent, self.heads, rows.positions.shape
         made = norm_linear(stream, norm, self.qkv_a_proj.weight)  # [M, q_rank + cell]
-        queries = Stream(made[:, : c.q_rank].contiguous())
+        queries = Stream(made[:, : c.q_rank])
         q = norm_linear(queries, self.q_a_layernorm.constants, self.q_b_proj.weight)  # [M, H * (nope + rope)]
         q = q.view(-1, heads.q, heads.dim)  # [M, H, nope + rope]
         write_latent(made[:, c.q_rank :], self.kv_a_layernorm.constants, cos, sin, cache, rows.write_index)
-        if rows.prefill:
+        if rows.prefill and self.kv_b_proj is not None:
             q = rotate_query(q, cos, sin).view(*shape, heads.q, heads.dim)  # [M, H, d] -> [B, R, H, d]
             mixed = mla_prefill(q, cache, rows, c.scale, self.kv_b_proj.weight, c.nope_dim, c.value_dim)
             mixed = mixed.flatten(0, 1)  # [B, R, H, v] -> [M, H, v]

@@ -20,11 +20,9 @@ import triton.language as tl
 
 from slipstream.kernels.gpu import launch
 from slipstream.kernels.gpu.attention_split import workspace_of
-from slipstream.kernels.gpu.head_linear import into_latents, of_heads
 from slipstream.kernels.gpu.mla_split import CLASSES, COMBINE, PROGRAMS, Combine, Split, Tile, decode_tile, prefill_tile
 from slipstream.kernels.gpu.paged_attention import LOG2_E
 from slipstream.kernels.paged_attention import AttentionRows
-from slipstream.kernels.weight import Weight, as_matrix
 
 _CLASSES = tl.constexpr(CLASSES)
 _ROW_KEYS = ["table_stride", "positions_stride", "num_rows", "chunk_slots"]
@@ -315,27 +313,14 @@ def mla_attention(
 
 
 def mla_prefill(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    rows: AttentionRows,
-    scale: float,
-    expand: Weight,
-    nope_dim: int,
-    value_dim: int,
-    tile: Tile | None = None,
+    q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, scale: float, kv_rank: int, tile: Tile | None = None
 ) -> torch.Tensor:
-    """As the op; absorbed. tile: None: the card's."""
+    """`mla_attention` for rows of prompts; tile: None: the card's. Bits do not hang on how a prompt is cut."""
     batch, num_rows, heads, _ = q.shape
-    if not q.numel():
-        return q.new_zeros((batch, num_rows, heads, value_dim))
-    tile = tile or prefill_tile(q.dtype)
-    matrix = as_matrix(expand, q.dtype)
-    parts = matrix.view(heads, nope_dim + value_dim, -1)  # [H, nope + v, rank]
-    kv_rank = parts.shape[2]
-    key = parts[:, :nope_dim].transpose(1, 2).contiguous()  # [H, nope, rank] -> [H, rank, nope]
-    absorbed = into_latents(q.reshape(-1, heads, q.shape[3]), key, None)  # [M, H, nope + rope] -> [M, H, rank + rope]
-    absorbed = absorbed.view(batch, num_rows, heads, -1)
     out = torch.empty((batch, num_rows, heads, kv_rank), dtype=q.dtype, device=q.device)
+    if not out.numel():
+        return out
+    tile = tile or prefill_tile(q.dtype)
     launch.launch(
         _prefill,
         (triton.cdiv(num_rows * heads, tile.rows), batch),
@@ -344,10 +329,9 @@ def mla_prefill(
         M=tile.rows,
         T_BITS=tile.keys.bit_length() - 1,
         STAGES=tile.stages,
-        **_common(absorbed, cache, rows, scale, kv_rank),
+        **_common(q, cache, rows, scale, kv_rank),
     )
-    values = of_heads(out.flatten(0, 1), parts[:, nope_dim:])  # [M, H, rank] -> [M, H, v]
-    return values.view(batch, num_rows, heads, value_dim)
+    return out
 
 
 def _common(q: torch.Tensor, cache: torch.Tensor, rows: AttentionRows, scale: float, kv_rank: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from slipstream.kernels.gpu import launch
 from slipstream.kernels.gpu.squares import normalise, row_squares, rstd_of
 from slipstream.kernels.stream import Norm, Stream
 
-_ROWS = 8
+_ROWS, _BLOCK_K = 8, 512
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_parts"])
@@ -24,16 +24,19 @@ def _rms_norm_kernel(
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,
     SUMSQ: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """A program writes SPAN columns of its rows."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     rstd = rstd_of(row_squares(x_ptr, x_stride, m, num_rows, sumsq_ptr, num_parts, K, SUMSQ), eps, K)
-    for start in range(0, K, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
+    first = tl.program_id(1) * SPAN
+    for start in range(0, SPAN, BLOCK_K):
+        k = first + start + tl.arange(0, BLOCK_K)
         inside = (m < num_rows)[:, None] & (k < K)[None, :]
         row = m.to(tl.int64)[:, None]
         x = tl.load(x_ptr + row * x_stride + k[None, :], mask=inside, other=0.0)  # [m, k]
@@ -53,9 +56,11 @@ def rms_norm(stream: Stream, norm: Norm, num_warps: int = 4) -> torch.Tensor:
     num_rows, width = rows.shape
     out = torch.empty((num_rows, width), dtype=rows.dtype, device=rows.device)
     parts = stream.sumsq
+    # Where the sums of squares are there, a program need not read the whole row.
+    span = width if parts is None else _BLOCK_K
     launch.launch(
         _rms_norm_kernel,
-        (-(-num_rows // _ROWS),),
+        (-(-num_rows // _ROWS), -(-width // span)),
         num_warps=num_warps,
         x_ptr=rows,
         x_stride=rows.stride(0),
@@ -67,7 +72,8 @@ def rms_norm(stream: Stream, norm: Norm, num_warps: int = 4) -> torch.Tensor:
         out_ptr=out,
         K=width,
         BLOCK_M=_ROWS,
-        BLOCK_K=512,
+        BLOCK_K=_BLOCK_K,
+        SPAN=span,
         SUMSQ=parts is not None,
     )
     return out

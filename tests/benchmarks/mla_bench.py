@@ -147,15 +147,14 @@ def sweep(bench: Bench, seconds: float) -> None:
 
 def prefill(bench: Bench) -> None:
     print(f"{'rows':>5} {'before':>7} {'us':>9} {'TFLOP/s':>8}")
-    expand = torch.randn(HEADS * (NOPE + VALUE), RANK, device="cuda").bfloat16()
     usual = prefill_tile(torch.bfloat16)
     for tile in (usual, replace(usual, rows=32, keys=32), replace(usual, keys=32)):
         for num_rows, before in ((512, 0), (2048, 0), (2048, 6144)):
             plans = [bench.rows(1, num_rows, before + num_rows, layer, prefill=True) for layer in range(4)]
-            q = torch.randn(1, num_rows, HEADS, NOPE + ROPE, device="cuda").bfloat16()
+            q = torch.randn(1, num_rows, HEADS, RANK + ROPE, device="cuda").bfloat16()
 
             def layer(plan: AttentionRows, q: torch.Tensor = q, tile: Tile = tile) -> object:
-                return gpu.mla_prefill(q, bench.cache, plan, SCALE, expand, NOPE, VALUE, tile=tile)
+                return gpu.mla_prefill(q, bench.cache, plan, SCALE, RANK, tile=tile)
 
             us = bench.us(layer, plans)
             pairs = num_rows * before + num_rows * (num_rows + 1) / 2  # (row, key) that are seen

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
+from slipstream.kernels.int4 import dequantise, pack
+
 # Kimi-K2.5's own sizes, for configs alone; to be put over TEXT.
 PUBLISHED = {
     "vocab_size": 163840,
@@ -99,7 +101,9 @@ class Synthetic:
     tensors: dict[str, torch.Tensor] = field(repr=False)
 
 
-def synthesise(directory: Path, *, int4: bool = True, wrapper: bool = True, seed: int = 0, **sizes: Any) -> Synthetic:
+def synthesise(
+    directory: Path, *, int4: bool = True, wrapper: bool = True, seed: int = 0, library: bool = True, **sizes: Any
+) -> Synthetic:
     """Writes a random checkpoint.
 
     Args:
@@ -107,6 +111,7 @@ def synthesise(directory: Path, *, int4: bool = True, wrapper: bool = True, seed
         int4: routed experts are INT4; else everything is bf16.
         wrapper: as `KimiK25ForConditionalGeneration` with vision weights beside it, else as `DeepseekV3ForCausalLM`.
         seed: of all weights.
+        library: False: INT4 weights are packed by our own op, where the library is not installed (beside a card).
         sizes: override `TEXT`.
     """
     model = _random_model({**TEXT, **sizes}, seed)
@@ -122,7 +127,7 @@ def synthesise(directory: Path, *, int4: bool = True, wrapper: bool = True, seed
     quantization = None
     dense = tensors
     if int4:
-        tensors, dense, quantization = _compressed(tensors)
+        tensors, dense, quantization = (_compressed if library else _packed)(tensors)
     _fill(model, {name.removeprefix(prefix): tensor for name, tensor in dense.items()})
     write(directory, tensors, _config({**TEXT, **sizes}, wrapper, quantization))
     return Synthetic(directory, model, tensors)
@@ -250,6 +255,28 @@ def _compressed(
     dense = {name: tensor.detach().clone() for name, tensor in shell.state_dict().items() if name.endswith(".weight")}
     others = {name: tensor for name, tensor in tensors.items() if name not in dense}
     return packed | others, dense | others, told
+
+
+def _packed(
+    tensors: dict[str, torch.Tensor],
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """As `_compressed`, without the library."""
+    files, dense = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if ".mlp.experts." not in name:
+            continue
+        grouped = weight.float().unflatten(1, (-1, GROUP))  # [N, K] -> [N, K / group, group]
+        scale = (grouped.abs().amax(-1) / 7.5).bfloat16()
+        packed = pack((grouped / scale.float()[..., None]).round().clamp(-8, 7).to(torch.int8).flatten(1))
+        stem = name.removesuffix(".weight")
+        del files[name]
+        files[f"{stem}.weight_packed"], files[f"{stem}.weight_scale"] = packed, scale
+        files[f"{stem}.weight_shape"] = torch.tensor(weight.shape)
+        dense[name] = dequantise(packed, scale)
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "group_size": GROUP, "strategy": "group"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, "dynamic": False}, "format": "pack-quantized"}}
+    told = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    return files, dense, {**told, "config_groups": groups, "ignore": list(IGNORE)}
 
 
 def _place(root: nn.Module, path: str, layer: nn.Module) -> None:

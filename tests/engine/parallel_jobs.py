@@ -148,14 +148,14 @@ def _answer(engine: Engine, case: Case) -> Served:
 
 
 def teacher_forced(
-    parallel: TensorParallel, target_dir: str, dtype: str, token_ids: Sequence[int]
+    parallel: TensorParallel, target_dir: str, dtype: str, token_ids: Sequence[int], device: str = "cpu"
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits [T, V], every state) of one text, from serving's own prefill."""
-    target = load_target(target_dir, dtype, parallel=parallel)
+    """(logits [T, V], every state) of one text, from serving's own prefill; on the CPU, wherever they were made."""
+    target = load_target(target_dir, dtype, device, _on_cards(parallel) if device == "cuda" else parallel)
     slots = tuple(range(target.config.num_layers + 1))
     states, teacher = capture_states(target, token_ids, slots, prefill_chunk_tokens=32)
     with torch.inference_mode():
-        return target.logits(teacher).clone(), {name: state.clone() for name, state in states.items()}
+        return target.logits(teacher).cpu().clone(), {name: state.cpu().clone() for name, state in states.items()}
 
 
 def facts_of(parallel: TensorParallel, odd_rank: int) -> str:
@@ -280,16 +280,23 @@ def on_one_card(parallel: TensorParallel, times: int) -> list[bool]:
 _joined: dict[int, TensorParallel] = {}
 
 
+def _on_cards(parallel: TensorParallel) -> TensorParallel:
+    """The ranks with a card each, or one for all; joined once."""
+    if parallel.size == 1:
+        return parallel
+    if parallel.size not in _joined:
+        be_patient(parallel, 120.0)
+        join = join_cards if torch.cuda.device_count() >= parallel.size else share_card
+        _joined[parallel.size] = join(parallel)
+    joined = _joined[parallel.size]
+    assert joined.card is not None
+    joined.card.be_patient(60.0)  # engines are made, and kernels compiled, at each rank's own pace
+    return joined
+
+
 def serve_on_cards(parallel: TensorParallel, case: Case, faults: Sequence[str] = ()) -> tuple[Served, str]:
     """`serve` with a card for each rank, or one for all where there is no other: what it saw, and the digest of it."""
-    if parallel.size > 1:
-        if parallel.size not in _joined:
-            be_patient(parallel, 120.0)
-            join = join_cards if torch.cuda.device_count() >= parallel.size else share_card
-            _joined[parallel.size] = join(parallel)
-        parallel = _joined[parallel.size]
-        assert parallel.card is not None
-        parallel.card.be_patient(60.0)  # engines are made, and kernels compiled, at each rank's own pace
+    parallel = _on_cards(parallel)
     engine = make_engine(parallel, case)
     inject(engine, parse_injections(faults))
     served = _answer(engine, case)

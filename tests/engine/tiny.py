@@ -76,16 +76,16 @@ def tiny_target(
 
 
 def tiny_draft(
-    target: DenseModel, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), **switches: bool
+    target: DenseModel, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), head_dim: int | None = None, **switches: bool
 ) -> Eagle3Network:
-    """A random EAGLE-3 draft for `target`, in its dtype, on a third of its vocabulary."""
+    """A random EAGLE-3 draft for `target`, in its dtype, on a third of its vocabulary. head_dim: None: the target's."""
     c = target.config
     config = Eagle3Config(
         hidden_size=c.hidden_size,
         intermediate_size=80,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=c.head_dim,
+        head_dim=head_dim or c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
         rope_theta=c.rope_theta,
         rope_scaling=None,

@@ -29,8 +29,7 @@ def attention() -> None:
 
 
 def prefill() -> None:
-    cache, expand = _empty(100, 16, RANK + ROPE), _empty(HEADS * (NOPE + VALUE), RANK)
-    mla_prefill(_empty(1, 100, HEADS, NOPE + ROPE), cache, _rows(1, 100), 0.1, expand, NOPE, VALUE)
+    mla_prefill(_empty(1, 100, HEADS, RANK + ROPE), _empty(100, 16, RANK + ROPE), _rows(1, 100), 0.1, RANK)
 
 
 def small_steps() -> None:

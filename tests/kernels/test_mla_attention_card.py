@@ -113,8 +113,11 @@ class Layer:
         rows = plan_rows(table, torch.arange(start, stop, device=table.device)[None], 16, prefill=True)
         cut, angles = slice(start, stop), (self.cos[start:stop], self.sin[start:stop])
         write_latent(self.kv[cut], self.norm, *angles, self.cache, rows.write_index)
-        q = rotate_query(self.q[cut], *angles)[None]
-        return mla_prefill(q, self.cache, rows, SCALE, self.expand, NOPE, VALUE)[0]
+        if not self.q.is_cuda:
+            q = rotate_query(self.q[cut], *angles)[None]
+            return mla_prefill(q, self.cache, rows, SCALE, self.expand, NOPE, VALUE)[0]
+        q = absorb_query(self.q[cut], self.key, *angles)[None]
+        return head_linear(mla_attention(q, self.cache, rows, SCALE, RANK)[0], self.value)
 
     def verify(self, table: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         rows = plan_rows(table, torch.arange(start, stop, device=table.device)[None], 16)

@@ -14,6 +14,7 @@ import torch
 
 gpu = pytest.importorskip("slipstream.kernels.gpu.mla_attention")
 split = pytest.importorskip("slipstream.kernels.gpu.mla_split")
+heads = pytest.importorskip("slipstream.kernels.gpu.head_linear")
 _HERE = Path(__file__)
 SCALE = 0.2
 
@@ -117,6 +118,15 @@ def expanded(case: Any, q: torch.Tensor, positions: torch.Tensor, expand: torch.
     return out
 
 
+def prompt(case: Any, q: torch.Tensor, plan: Any, expand: torch.Tensor, nope: int) -> torch.Tensor:
+    """Rows q [B, R, H, nope + rope] of prompts as a card takes them: into the latents' space, and back to values."""
+    parts = expand.unflatten(0, (q.shape[2], -1))  # [H, nope + v, rank]
+    key = parts[:, :nope].transpose(1, 2).contiguous()
+    absorbed = heads.into_latents(q.flatten(0, 1), key, None).unflatten(0, q.shape[:2])
+    mixed = gpu.mla_prefill(absorbed, case.cache, plan, SCALE, case.rank)
+    return heads.of_heads(mixed.flatten(0, 1), parts[:, nope:]).unflatten(0, q.shape[:2])  # [B, R, H, v]
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 def test_prompts_are_attention_over_expanded_keys(
     kernel_device: str, latent: ModuleType, dtype: torch.dtype, bound: float
@@ -125,7 +135,7 @@ def test_prompts_are_attention_over_expanded_keys(
     positions = latent.rows_at([20, 3], 20, kernel_device)
     positions[1, 12:] = -1
     q, expand = case.randn(2, 20, 2, 24), case.randn(2 * (16 + 24), 32) * 0.3
-    got = gpu.mla_prefill(q, case.cache, case.rows(positions), SCALE, expand, 16, 24).double()
+    got = prompt(case, q, case.rows(positions), expand, 16).double()
     want = expanded(case, q, positions, expand, 16)
     assert (got - want).abs().max() <= bound * want.abs().max()
 
@@ -138,7 +148,7 @@ def test_a_prompt_row_keeps_its_bits_however_the_prompt_is_cut(kernel_device: st
 
     def attend(requests: slice, start: int, stop: int) -> torch.Tensor:
         plan = case.rows(positions[requests, start:stop], requests)
-        return gpu.mla_prefill(q[requests, start:stop], case.cache, plan, SCALE, expand, 16, 24)
+        return prompt(case, q[requests, start:stop], plan, expand, 16)
 
     both = attend(slice(0, 2), 0, 50)
     first = slice(0, 1)
