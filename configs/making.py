@@ -145,6 +145,13 @@ class Draft(Section):
             "(server.engine) serves. Null is the draft that this deployment trains."
         ),
     )
+    attention: Literal["grouped", "latent"] = Field(
+        default="grouped",
+        description=(
+            "Of its layer: `grouped` KV heads (Llama), or the target's `latent` attention (MLA, of DeepSeek-V3 and "
+            "Kimi-K2), whose cache is a small part of it."
+        ),
+    )
     draft_vocab_size: PositiveInt | None = Field(
         default=None,
         description="Tokens that the draft can propose, the most frequent ones; null is the target's vocabulary.",

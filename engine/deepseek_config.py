@@ -13,12 +13,9 @@ WRAPPER = "KimiK25ForConditionalGeneration"  # its language model is under `text
 DEEPSEEK_ARCHITECTURES = ("DeepseekV3ForCausalLM", WRAPPER)
 _TEXT_TYPES = ("deepseek_v3", "kimi_k2")
 
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _COUNTS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
+    *LATENT_SIZES,
     "n_routed_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
@@ -176,14 +173,6 @@ def read_deepseek(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | 
         )
     _check(path, raw)
     _check_rope(path, rope or {})
-    latent = Latent(
-        q_rank=raw["q_lora_rank"],
-        kv_rank=raw["kv_lora_rank"],
-        nope_dim=raw["qk_nope_head_dim"],
-        rope_dim=raw["qk_rope_head_dim"],
-        value_dim=raw["v_head_dim"],
-        scale=_scale(raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"], rope or {}),
-    )
     experts = Experts(
         num=raw["n_routed_experts"],
         per_token=raw["num_experts_per_tok"],
@@ -195,7 +184,36 @@ def read_deepseek(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | 
         groups=raw["n_group"],
         groups_kept=raw["topk_group"],
     )
-    return latent, experts
+    return _latent(raw, rope or {}), experts
+
+
+def read_latent(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | None) -> Latent:
+    """Of a config.json, a draft's: the shapes of its latent attention.
+
+    Args:
+        path: for errors.
+        raw: what it holds.
+        rope: its scaling of the rotary embedding.
+
+    Raises SlipstreamError for a value that is missing or cannot be.
+    """
+    for key in LATENT_SIZES:
+        if not (is_int(raw.get(key)) and raw[key] > 0):
+            raise wrong(path, key, raw.get(key), "an integer above 0")
+    _check_heads(path, raw)
+    _check_rope(path, rope or {})
+    return _latent(raw, rope or {})
+
+
+def _latent(raw: Mapping[str, Any], rope: Mapping[str, Any]) -> Latent:
+    return Latent(
+        q_rank=raw["q_lora_rank"],
+        kv_rank=raw["kv_lora_rank"],
+        nope_dim=raw["qk_nope_head_dim"],
+        rope_dim=raw["qk_rope_head_dim"],
+        value_dim=raw["v_head_dim"],
+        scale=_scale(raw["qk_nope_head_dim"] + raw["qk_rope_head_dim"], rope),
+    )
 
 
 def further_layers(raw: Mapping[str, Any]) -> int:
@@ -240,6 +258,10 @@ def _check(path: Path, raw: Mapping[str, Any]) -> None:
         raise wrong(path, "n_group", groups, f"a divisor of the {experts} experts, and at least topk_group = {kept}")
     if raw["num_experts_per_tok"] > experts // groups * kept:
         raise wrong(path, "num_experts_per_tok", raw["num_experts_per_tok"], f"at most {experts // groups * kept}")
+    _check_heads(path, raw)
+
+
+def _check_heads(path: Path, raw: Mapping[str, Any]) -> None:
     if raw["qk_rope_head_dim"] % 2:
         raise wrong(path, "qk_rope_head_dim", raw["qk_rope_head_dim"], "an even number: it is rotated in pairs")
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")

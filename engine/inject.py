@@ -257,64 +257,39 @@ class _StillRope:
 class _KeptDraftKV:
     """F19: cells that a chain wrote for its own drafts are kept, not made again from the target's states.
 
-    Right in a request's first round, where no chain has run before; wrong in every later one.
+    Right in a request's first round, where no chain has run before; wrong in every later one. Rows whose cell is to
+    stay write to the dummy block instead.
     """
 
     def __init__(self, proposer: Eagle3Proposer, num_slots: int) -> None:
         # [S + 1, 2] int64 by slot: first and last cell that its last chain wrote
         self.chains = torch.tensor([[0, -1]], device=proposer.target_ids.device).repeat(num_slots, 1)
-        self.keep: torch.Tensor | None = None  # [B, R], rows whose cell stays as it is
-        self.index: torch.Tensor | None = None  # [B, R], their cells
-        self.proposer, propose, forward = proposer, proposer.propose, proposer.network.forward
-        begin = proposer.begin
-
-        def wrong_forward(
-            token_ids: torch.Tensor,
-            g: torch.Tensor,
-            positions: torch.Tensor,
-            attend: Callable[..., torch.Tensor],
-            angles: tuple[torch.Tensor, torch.Tensor] | None = None,
-        ) -> torch.Tensor:
-            keep, index, self.keep = self.keep, self.index, None  # step 1 of the round only
-            if keep is None:
-                return forward(token_ids, g, positions, attend, angles)
-
-            # It has no sink, so that keys and values come by here.
-            def keeping(q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-                assert proposer.cache is not None
-                assert k is not None
-                assert v is not None
-                old = proposer.cache.layers[0].flatten(0, 1)[index]  # [cells, 2, kv, d] -> [B, R, 2, kv, d]
-                kept = keep[..., None, None]
-                return attend(q, torch.where(kept, old[:, :, 0], k), torch.where(kept, old[:, :, 1], v))
-
-            return forward(token_ids, g, positions, keeping, angles)
+        propose, begin = proposer.propose, proposer.begin
 
         def wrong_propose(batch: DraftBatch) -> Proposal:
-            self._mark(batch)
-            return propose(batch)
+            assert batch.write_index is not None
+            keep = self._mark(batch).flatten()  # [B, R] -> [B * R]
+            index = batch.write_index.clone()  # [B * R + K * B]
+            index[: len(keep)] = torch.where(keep, 0, index[: len(keep)])
+            return propose(replace(batch, write_index=index))
 
         def forgetful_begin(slot: int, request_id: str) -> None:
             self.chains[slot, 0], self.chains[slot, 1] = 0, -1
             begin(slot, request_id)
 
         proposer.begin = forgetful_begin  # type: ignore[method-assign]
-        proposer.network.forward = wrong_forward  # type: ignore[method-assign]
         proposer.propose = wrong_propose  # type: ignore[method-assign]
 
-    def _mark(self, batch: DraftBatch) -> None:
-        """Finds the cells to keep, and notes which ones this round's chain will write."""
-        assert self.proposer.cache is not None
-        size = self.proposer.cache.block_size
+    def _mark(self, batch: DraftBatch) -> torch.Tensor:
+        """Rows [B, R] whose cells are kept; notes which ones this round's chain will write."""
         assert batch.num_valid is not None
         assert batch.chain_positions is not None
         first, last = self.chains[batch.slots].split(1, dim=1)  # [B, 2] -> 2 x [B, 1]
-        self.keep = (batch.positions >= first) & (batch.positions <= last)  # [B, R]
-        position = batch.positions.clamp(min=0)
-        self.index = batch.block_table.gather(1, position // size) * size + position % size  # [B, R]
+        keep = (batch.positions >= first) & (batch.positions <= last)  # [B, R]
         slot = batch.positions.max(dim=1).values  # [B]
         end = slot + batch.num_valid.clamp(max=len(batch.chain_positions)) - 1
         self.chains[batch.slots] = torch.stack((slot + 1, end), dim=1)  # 2 x [B] -> [B, 2]
+        return keep
 
 
 def _cannot(injection: str, found: str, expected: str) -> SlipstreamError:

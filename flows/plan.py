@@ -262,14 +262,15 @@ def _of_target(plan: Plan) -> list[Derived]:
         )
     )
     kv = derived.cell_bytes(target, dtype)
-    draft_kv = derived.kv_bytes_per_token(1, draft.num_kv_heads, draft.head_dim, dtype)
+    draft_kv = derived.draft_cell_bytes(draft, dtype)
     rows.append(
         Derived(
             "KV cache",
             f"{kv} bytes a token, draft {draft_kv}",
             "2 x layers x KV heads x head size x bytes"
             if target.latent is None
-            else "layers x (latent + rope key) x bytes, on every rank; the draft's as keys and values of its heads",
+            else "layers x (latent + rope key) x bytes, on every rank; the draft's "
+            + ("likewise" if draft.latent is not None else "as keys and values of its heads"),
         )
     )
     rows.append(

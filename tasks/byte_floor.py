@@ -11,8 +11,8 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.speed_forecast import chain_accept_length, needed_conditional
 from slipstream.tasks import derived
+from slipstream.tasks.draft_weights import rank_parameters
 from slipstream.tasks.facts import Facts
-from slipstream.tasks.rank_memory import draft_parameters
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 # What others measured: (what, accept length, at which K, how). Not by our engine, and not of this deployment's draft.
@@ -61,7 +61,7 @@ def step_bytes(target: ModelConfig, ranks: int, rows: int, dtype: str) -> int:
 def draft_step_bytes(draft: Eagle3Config, ranks: int, dtype: str) -> int:
     """Of one draft step: all but the embedding and `fc`, which is read once a round."""
     once = draft.feature_size * draft.hidden_size + -(-draft.vocab_size // ranks) * draft.hidden_size
-    return (draft_parameters(draft, ranks) - once) * derived.BYTES[dtype]
+    return (rank_parameters(draft, ranks) - once) * derived.BYTES[dtype]
 
 
 def floors(facts: Facts) -> tuple[Floor, ...]:

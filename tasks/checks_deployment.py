@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from slipstream.engine.config import MAX_NUM_STEPS
 from slipstream.engine.device import resolve_device
+from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.serving.engine_options import MAX_RANKS
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
@@ -216,6 +217,9 @@ def _draft_shape(facts: Facts) -> Iterator[Finding]:
             "a draft vocabulary within the target's",
             (f"write draft_vocab_size: {target.vocab_size} or less", "leave it out"),
         )
+    if draft.attention == "latent":
+        yield from _latent_draft(facts, target)
+        return
     heads, kv_heads = draft.num_heads or target.num_heads, draft.num_kv_heads or target.num_kv_heads
     if heads % kv_heads:
         yield Finding(
@@ -223,6 +227,23 @@ def _draft_shape(facts: Facts) -> Iterator[Finding]:
             f"{facts.say('draft.num_heads')} and {facts.say('draft.num_kv_heads')}: {heads} heads over {kv_heads}",
             "heads that divide evenly over the KV heads",
             ("change draft.num_heads or draft.num_kv_heads",),
+        )
+
+
+def _latent_draft(facts: Facts, target: ModelConfig) -> Iterator[Finding]:
+    if target.latent is None:
+        yield Finding(
+            "draft-shape",
+            f"{facts.say('draft.attention')}, but the target ({target.architecture}) has no latents",
+            "latent attention in the target, whose sizes the draft takes",
+            ("write draft.attention: grouped",),
+        )
+    elif facts.deployment.draft.num_kv_heads is not None:
+        yield Finding(
+            "draft-shape",
+            f"{facts.say('draft.attention')} and {facts.say('draft.num_kv_heads')}",
+            "one latent for all heads: there are no KV heads to count",
+            ("leave draft.num_kv_heads out",),
         )
 
 

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.hf_config import engine_ids, scaling_alone
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, family_of
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
+from slipstream.tasks.draft_weights import cell_numbers, layer_and_fc
 from slipstream.tasks.target_weights import target_weights
 
 if TYPE_CHECKING:
@@ -20,13 +22,25 @@ def draft_config(deployment: "Deployment", target: ModelConfig, slots: tuple[int
 
     Raises SlipstreamError when the values contradict each other.
     """
-    draft = deployment.draft
+    draft, latent = deployment.draft, None
+    heads, kv_heads = draft.num_heads or target.num_heads, draft.num_kv_heads or target.num_kv_heads
+    # Grouped heads of a target with latents are as wide as its values.
+    head_dim = target.head_dim if target.latent is None else target.latent.value_dim
+    if draft.attention == "latent":
+        latent = target.latent
+        if latent is None:
+            raise SlipstreamError(
+                f"draft.attention is latent, and the target ({target.architecture}) has no latents to take sizes from",
+                expected="a target with latent attention (DeepSeek-V3, Kimi-K2)",
+                do="write draft.attention: grouped",
+            )
+        kv_heads, head_dim = draft.num_kv_heads or heads, latent.nope_dim + latent.rope_dim
     return Eagle3Config(
         hidden_size=target.hidden_size,
         intermediate_size=draft.intermediate_size or target.intermediate_size,
-        num_heads=draft.num_heads or target.num_heads,
-        num_kv_heads=draft.num_kv_heads or target.num_kv_heads,
-        head_dim=target.head_dim if target.latent is None else target.latent.value_dim,  # its heads have no latents
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         rms_norm_eps=target.rms_norm_eps,
         rope_theta=target.rope_theta,
         rope_scaling=scaling_alone(target.rope_scaling),
@@ -40,17 +54,13 @@ def draft_config(deployment: "Deployment", target: ModelConfig, slots: tuple[int
         norm_before_fc=draft.norm_before_fc,
         fc_norm=draft.fc_norm,
         norm_output=draft.norm_output,
+        latent=latent,
     )
 
 
 def trained_parameters(draft: Eagle3Config) -> int:
     """Parameters that training changes: all but the embedding, which is the target's."""
-    h, d = draft.hidden_size, draft.head_dim
-    attention = 2 * h * (draft.num_heads + 2 * draft.num_kv_heads) * d + draft.num_heads * d * h  # inputs are 2h wide
-    norms = 4 * h  # input_layernorm, hidden_norm, post_attention_layernorm, norm
-    before_fc = draft.feature_size if draft.norm_before_fc or draft.fc_norm else 0
-    mlp = 3 * h * draft.intermediate_size
-    return draft.feature_size * h + attention + mlp + norms + before_fc + draft.draft_vocab_size * h
+    return layer_and_fc(draft) + draft.draft_vocab_size * draft.hidden_size
 
 
 def embedding_parameters(draft: Eagle3Config) -> int:
@@ -78,6 +88,11 @@ def cell_bytes(target: ModelConfig, dtype: str) -> int:
     if target.latent is not None:
         return target.num_layers * target.latent.cell * BYTES[dtype]
     return kv_bytes_per_token(target.num_layers, target.num_kv_heads, target.head_dim, dtype)
+
+
+def draft_cell_bytes(draft: Eagle3Config, dtype: str, ranks: int = 1) -> int:
+    """Bytes that the draft's cache keeps of one token: all of them, or a rank's."""
+    return cell_numbers(draft, ranks) * BYTES[dtype]
 
 
 def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:

@@ -199,7 +199,7 @@ class _Formulas:
         ranks = server.tensor_parallel_size
         size = derived.BYTES[server.dtype]
         kv = derived.cell_bytes(self.target, server.dtype)
-        kv += derived.kv_bytes_per_token(1, self.draft.num_kv_heads, self.draft.head_dim, server.dtype)
+        kv += derived.draft_cell_bytes(self.draft, server.dtype)
         pool = kv * server.max_running_requests * server.max_context_tokens
         # With more ranks than KV heads, several hold the same one; latents are on all of them.
         pool *= ranks if self.target.latent is not None else max(1, ranks // self.target.num_kv_heads)

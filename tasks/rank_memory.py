@@ -13,6 +13,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
 from slipstream.tasks import derived
 from slipstream.tasks.contradictions import Check, Finding
+from slipstream.tasks.draft_weights import absorbed_parameters, rank_parameters
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
@@ -78,12 +79,12 @@ def _memory(target: ModelConfig, draft: Eagle3Config | None, engine: EngineConfi
     draft_cell = 0
     parts = [*_weights(target, ranks, size)]
     if draft is not None:
-        draft_cell = 2 * -(-draft.num_kv_heads // ranks) * draft.head_dim * size
+        draft_cell = derived.draft_cell_bytes(draft, engine.dtype, ranks)
         parts.append(
             Part(
                 "draft",
-                draft_parameters(draft, ranks) * size,
-                f"fc on every rank, the rest over {ranks}",
+                (rank_parameters(draft, ranks) + absorbed_parameters(draft, ranks)) * size,
+                f"fc{'' if draft.latent is None else ' and latents'} on every rank, the rest over {ranks}",
             )
         )
     each = "" if target.latent is None else ", latents on every rank"
@@ -115,16 +116,6 @@ def target_cell(target: ModelConfig, dtype: str, ranks: int) -> int:
     if target.latent is not None:
         return derived.cell_bytes(target, dtype)
     return derived.kv_bytes_per_token(target.num_layers, -(-target.num_kv_heads // ranks), target.head_dim, dtype)
-
-
-def draft_parameters(draft: Eagle3Config, ranks: int) -> int:
-    """Parameters that a rank holds of a draft: `fc` and norms whole, all else its part."""
-    h, d, feature = draft.hidden_size, draft.head_dim, draft.feature_size
-    heads, kv_heads = -(-draft.num_heads // ranks), -(-draft.num_kv_heads // ranks)
-    attention = 2 * h * (heads + 2 * kv_heads) * d + heads * d * h  # inputs are 2h wide
-    norms = 4 * h + (feature if draft.norm_before_fc or draft.fc_norm else 0)
-    tables = -(-draft.draft_vocab_size // ranks) + -(-draft.vocab_size // ranks)  # head, embedding
-    return feature * h + attention + 3 * h * -(-draft.intermediate_size // ranks) + norms + tables * h
 
 
 def rotary_bytes(target: ModelConfig, size: int) -> int:

@@ -1,24 +1,14 @@
 """EAGLE-3 once more, from its formulas alone: the oracle for trainer, export and engine. Plain torch, no slipstream.
 
 `w` is a state dict with the Hugging Face EAGLE-3 names, `c` any object with num_heads, num_kv_heads, head_dim,
-rms_norm_eps, rope_theta and the switches norm_before_residual, norm_before_fc, fc_norm, norm_output.
+rms_norm_eps, rope_theta, the switches norm_before_residual, norm_before_fc, fc_norm, norm_output, and optionally
+rope_scaling (with max_position) and latent (sizes of MLA).
 One conversation: tokens x [T], slots t = 0..T-2, steps k = 1..K; slot t at step k embeds x_{t+k}, stands at t + k - 1.
 """
 
 import torch
 
-
-def rms(x, weight, eps):
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def rope(x, positions, theta):
-    """x [rows, heads, d], half-split layout."""
-    d = x.shape[-1]
-    angle = positions[:, None].float() / theta ** (torch.arange(0, d, 2).float() / d)  # [rows, d / 2]
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x[..., : d // 2], x[..., d // 2 :]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+from slipstream.tests.reference_heads import grouped, latent, rms
 
 
 def fuse(w, c, features):
@@ -41,14 +31,14 @@ def ttt_mask(rows, k):
 def layer(w, c, embedding, g, positions, keys, values):
     """One decoder layer at one step; appends this step's keys and values to the lists. Returns s [rows, h]."""
     m = {n.removeprefix("midlayer."): t for n, t in w.items() if n.startswith("midlayer.")}
-    rows, eps, group = len(g), c.rms_norm_eps, c.num_heads // c.num_kv_heads
+    eps, heads = c.rms_norm_eps, latent if getattr(c, "latent", None) else grouped
     normed = rms(g, m["hidden_norm.weight"], eps)
     x = torch.cat((rms(embedding, m["input_layernorm.weight"], eps), normed), -1)  # [rows, 2h]
-    q, k, v = ((x @ m[f"self_attn.{n}_proj.weight"].T).view(rows, -1, c.head_dim) for n in "qkv")
-    keys.append(rope(k, positions, c.rope_theta).repeat_interleave(group, 1))
-    values.append(v.repeat_interleave(group, 1))
-    scores = torch.einsum("qhd,khd->hqk", rope(q, positions, c.rope_theta), torch.cat(keys)) / c.head_dim**0.5
-    scores = scores.masked_fill(~ttt_mask(rows, len(keys)), float("-inf"))
+    q, k, v, scale = heads(m, c, x, positions)
+    keys.append(k)
+    values.append(v)
+    scores = torch.einsum("qhd,khd->hqk", q, torch.cat(keys)) * scale
+    scores = scores.masked_fill(~ttt_mask(len(g), len(keys)), float("-inf"))
     mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), torch.cat(values)).flatten(1)
     r = (normed if c.norm_before_residual else g) + mixed @ m["self_attn.o_proj.weight"].T
     y = rms(r, m["post_attention_layernorm.weight"], eps)

@@ -84,6 +84,11 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype)
             self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype)
 
+    @property
+    def cell(self) -> tuple[int, ...]:
+        """As `KVCache`'s: keys and values of this rank's heads."""
+        return 2, self.heads.kv, self.heads.dim
+
     def paged(self, cache: torch.Tensor, rows: AttentionRows) -> PagedAttend:
         """This layer's attention over its paged cache."""
         return PagedAttend(cache, rows, self.scale, self.window)

@@ -1,9 +1,12 @@
 """Multi-head latent attention (MLA) of one layer: this rank's heads over a cache of latents that every rank holds."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from slipstream.engine.deepseek_config import Latent
+from slipstream.engine.layers.attention import Attend
 from slipstream.engine.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from slipstream.engine.layers.norm import RMSNorm
 from slipstream.engine.tensor_parallel import Cut, TensorParallel
@@ -13,6 +16,7 @@ from slipstream.kernels.mla_attention import mla_attention, mla_prefill
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.norm_qkv import Heads
 from slipstream.kernels.paged_attention import AttentionRows
+from slipstream.kernels.rotary import apply_rotary
 from slipstream.kernels.stream import Norm, Stream
 
 # Parts that have plain weights: `prepare` rearranges them.
@@ -21,99 +25,177 @@ PLAIN = ("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj")
 _INNER_EPS = 1e-6
 
 
+def rope_in_halves(weight: torch.Tensor, heads: int, rope_dim: int) -> torch.Tensor:
+    """Rows of a projection as checkpoints have them -> as the half-split rotation of every layer here wants them.
+
+    Checkpoints rotate neighbours (2 i, 2 i + 1) of a rope part. With its rows in another order, of queries and keys
+    alike, (i, i + rope_dim / 2) are rotated; dot products do not change.
+
+    Args:
+        weight: [heads x d, K]; the last `rope_dim` rows of each head are rotated.
+        heads, rope_dim: see there. Keys have one head for all.
+    """
+    return _reordered(weight, heads, rope_dim, (rope_dim // 2, 2))
+
+
+def rope_in_pairs(weight: torch.Tensor, heads: int, rope_dim: int) -> torch.Tensor:
+    """The way back: rows as checkpoints have them."""
+    return _reordered(weight, heads, rope_dim, (2, rope_dim // 2))
+
+
+def _reordered(weight: torch.Tensor, heads: int, rope_dim: int, shape: tuple[int, int]) -> torch.Tensor:
+    if not heads:
+        return weight
+    parts = weight.unflatten(0, (heads, -1)).clone()  # [heads x d, K] -> [heads, d, K]
+    rope = parts[:, -rope_dim:].unflatten(1, shape).transpose(1, 2)  # [heads, rope, K] -> [heads, *shape turned, K]
+    parts[:, -rope_dim:] = rope.flatten(1, 2).clone()  # [heads, rope, K]
+    return parts.flatten(0, 1)  # [heads x d, K]
+
+
+@dataclass(frozen=True)
+class PagedLatents:
+    """Attention over one layer's paged cache of latents.
+
+    Args:
+        cache: [num_blocks, block_size, cell]; the rows' cells are written.
+        rows: the M = B * R rows of the step.
+    """
+
+    cache: torch.Tensor
+    rows: AttentionRows
+
+
 class LatentAttention(nn.Module):
     """Norm, projections through latents, rotation, attention, output projection, add.
 
-    Decode and verify are absorbed: queries go to the latents, which are keys and values of all heads. On a CPU prompts
-    expand the latents to keys and values of each head, which is less work for many rows; the two round differently. On
-    a card prompts are absorbed, too, and `kv_b_proj` is not kept: a captured launch has no room for keys and values of
-    a whole block table.
+    Over a paged cache, decode and verify are absorbed: queries go to the latents, which are keys and values of all
+    heads. On a CPU prompts expand the latents to keys and values of each head, which is less work for many rows; the
+    two round differently. On a card prompts are absorbed, too, and a target's `kv_b_proj` is not kept: a captured launch
+    has no room for keys and values of a whole block table. Any other context (training) gets expanded keys and values.
 
     Args:
-        hidden_size: width of the stream.
+        input_size: width of what is projected; the target's stream, or the draft's [embedding; feature].
+        hidden_size: width of the stream that the output is added to.
         num_heads: of the whole layer, all ranks together.
         latent: shapes.
         parallel: the ranks.
+        inner_eps: of the norms of queries' and keys' latents.
 
-    The checkpoint rotates neighbours (2 i, 2 i + 1) of a rope part. `prepare` puts its rows in another order, of
-    queries and keys alike, so that the half-split rotation of every other layer applies; dot products do not change.
+    Rope rows of the weights are in halves (`rope_in_halves`).
     """
 
     def __init__(
         self,
+        input_size: int,
         hidden_size: int,
         num_heads: int,
         latent: Latent,
         parallel: TensorParallel,
         *,
+        inner_eps: float = _INNER_EPS,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.latent, c = latent, latent
+        self.scale = c.scale
         cut = parallel.cut(num_heads)
         self.heads = Heads(cut.size, cut.size, c.nope_dim + c.rope_dim)
         whole = {"q_a_proj": Cut.whole(c.q_rank), "kv_a_proj_with_mqa": Cut.whole(c.cell)}
-        self.qkv_a_proj = MergedColumnParallelLinear(hidden_size, whole, dtype=dtype)  # [q_rank + cell, h], every rank
-        self.q_a_layernorm = RMSNorm(c.q_rank, _INNER_EPS, dtype=dtype)
+        self.qkv_a_proj = MergedColumnParallelLinear(input_size, whole, dtype=dtype)  # [q_rank + cell, in], every rank
+        self.q_a_layernorm = RMSNorm(c.q_rank, inner_eps, dtype=dtype)
         self.q_b_proj = ColumnParallelLinear(c.q_rank, cut.times(self.heads.dim), dtype=dtype)
-        self.kv_a_layernorm = RMSNorm(c.kv_rank, _INNER_EPS, dtype=dtype)
+        self.kv_a_layernorm = RMSNorm(c.kv_rank, inner_eps, dtype=dtype)
         self.kv_b_proj: ColumnParallelLinear | None = ColumnParallelLinear(
             c.kv_rank, cut.times(c.nope_dim + c.value_dim), dtype=dtype
-        )  # None on a card, once prepared: `key_up` and `value_up` are all that is read
+        )  # None of a target on a card, once prepared: `key_up` and `value_up` are all that is read
         self.o_proj = RowParallelLinear(cut.times(c.value_dim), hidden_size, parallel, dtype=dtype)
-        self.key_up: torch.Tensor  # [H, kv_rank, nope], from kv_b_proj by `prepare`
+        self.key_up: torch.Tensor  # [H, kv_rank, nope], from kv_b_proj by `absorb`
         self.value_up: torch.Tensor  # [H, v, kv_rank], likewise
         self.register_buffer("key_up", None, persistent=False)
         self.register_buffer("value_up", None, persistent=False)
 
+    @property
+    def cell(self) -> tuple[int, ...]:
+        """As `KVCache`'s: a latent for all heads, on every rank."""
+        return (self.latent.cell,)
+
+    def paged(self, cache: torch.Tensor, rows: AttentionRows) -> PagedLatents:
+        """This layer's attention over its paged cache."""
+        return PagedLatents(cache, rows)
+
     @torch.no_grad()
     def prepare(self) -> None:
-        """Once, when the weights are there: the order of rope rows, and the two halves of `kv_b_proj` by heads."""
+        """Once, when a checkpoint's weights are there as it has them: the order of rope rows, then `absorb`."""
+        c = self.latent
+        keys, queries = self.qkv_a_proj.weight.data[-c.cell :], self.q_b_proj.weight.data
+        keys.copy_(rope_in_halves(keys, 1, c.rope_dim))
+        queries.copy_(rope_in_halves(queries, self.heads.q, c.rope_dim))
+        self.absorb()
+        if queries.is_cuda:
+            self.kv_b_proj = None
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Takes the two halves of `kv_b_proj` apart by heads, for attention over a paged cache."""
         c = self.latent
         assert self.kv_b_proj is not None
-        order = (
-            torch.arange(c.rope_dim, device=self.q_b_proj.weight.device).view(-1, 2).T.flatten()
-        )  # 0 2 4 .. 1 3 5 ..
-        keys = self.qkv_a_proj.weight.data[-c.rope_dim :]  # [rope, h]
-        keys.copy_(keys[order])
-        queries = self.q_b_proj.weight.data.unflatten(0, (self.heads.q, -1))[:, c.nope_dim :]  # [H, rope, q_rank]
-        queries.copy_(queries[:, order])
-        parts = self.kv_b_proj.weight.data.unflatten(0, (self.heads.q, c.nope_dim + c.value_dim))  # [H, nope + v, rank]
+        parts = self.kv_b_proj.matrix().unflatten(0, (self.heads.q, c.nope_dim + c.value_dim))  # [H, nope + v, rank]
         self.key_up = parts[:, : c.nope_dim].transpose(1, 2).contiguous()
         self.value_up = parts[:, c.nope_dim :].contiguous()
-        if parts.is_cuda:
-            self.kv_b_proj = None
 
     def forward(
         self,
-        stream: Stream,
-        norm: Norm,
+        x: Stream,
+        norm: Norm | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        cache: torch.Tensor,
-        rows: AttentionRows,
+        attend: "PagedLatents | Attend",
+        residual: Stream,
     ) -> Stream:
-        """The stream of M = B * R rows with the block's output added.
+        """One attention block.
 
         Args:
-            stream: M rows of width hidden_size.
-            norm: through which they are read.
+            x: M rows of width input_size.
+            norm: through which they are read; None: as they are.
             cos, sin: [M, rope_dim] of the rows' positions.
-            cache: [num_blocks, block_size, cell]; the rows' cells are written.
-            rows: of the step.
+            attend: of `paged`, or a context that gets q, k [M, H, nope + rope] and v [M, H, v] and gives [M, H, v].
+            residual: M rows of width hidden_size.
+
+        Returns:
+            `residual` with the block's output added.
         """
-        c, heads, shape = self.latent, self.heads, rows.positions.shape
-        made = norm_linear(stream, norm, self.qkv_a_proj.weight)  # [M, q_rank + cell]
-        queries = Stream(made[:, : c.q_rank])
+        c, heads = self.latent, self.heads
+        made = norm_linear(x, norm, self.qkv_a_proj.weight)  # [M, q_rank + cell]
+        queries, kv = Stream(made[:, : c.q_rank]), made[:, c.q_rank :]
         q = norm_linear(queries, self.q_a_layernorm.constants, self.q_b_proj.weight)  # [M, H * (nope + rope)]
         q = q.view(-1, heads.q, heads.dim)  # [M, H, nope + rope]
-        write_latent(made[:, c.q_rank :], self.kv_a_layernorm.constants, cos, sin, cache, rows.write_index)
-        if rows.prefill and self.kv_b_proj is not None:
+        if isinstance(attend, PagedLatents):
+            mixed = self._over_pages(q, kv, cos, sin, attend)
+        else:
+            mixed = attend(rotate_query(q, cos, sin), *self._expanded(kv, cos, sin))
+        return self.o_proj(mixed.flatten(1), residual)  # [M, H, v] -> [M, H * v] -> [M, h]
+
+    def _over_pages(
+        self, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: PagedLatents
+    ) -> torch.Tensor:
+        """q [M, H, nope + rope], not rotated, kv [M, cell] as it was made, cos, sin [M, rope] -> [M, H, v]."""
+        c, heads, cache, rows = self.latent, self.heads, pages.cache, pages.rows
+        shape = rows.positions.shape  # B, R
+        write_latent(kv, self.kv_a_layernorm.constants, cos, sin, cache, rows.write_index)
+        if rows.prefill and self.kv_b_proj is not None and not cache.is_cuda:
             q = rotate_query(q, cos, sin).view(*shape, heads.q, heads.dim)  # [M, H, d] -> [B, R, H, d]
             mixed = mla_prefill(q, cache, rows, c.scale, self.kv_b_proj.weight, c.nope_dim, c.value_dim)
-            mixed = mixed.flatten(0, 1)  # [B, R, H, v] -> [M, H, v]
-        else:
-            q = absorb_query(q, self.key_up, cos, sin).view(*shape, heads.q, c.cell)  # [M, H, cell] -> [B, R, H, cell]
-            latents = mla_attention(q, cache, rows, c.scale, c.kv_rank)  # [B, R, H, kv_rank]
-            mixed = head_linear(latents.flatten(0, 1), self.value_up)  # [M, H, kv_rank] -> [M, H, v]
-        return self.o_proj(mixed.flatten(1), stream)  # [M, H, v] -> [M, H * v] -> [M, h]
+            return mixed.flatten(0, 1)  # [B, R, H, v] -> [M, H, v]
+        q = absorb_query(q, self.key_up, cos, sin).view(*shape, heads.q, c.cell)  # [M, H, cell] -> [B, R, H, cell]
+        latents = mla_attention(q, cache, rows, c.scale, c.kv_rank)  # [B, R, H, kv_rank]
+        return head_linear(latents.flatten(0, 1), self.value_up)  # [M, H, kv_rank] -> [M, H, v]
+
+    def _expanded(self, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """kv [M, cell] as it was made, cos, sin [M, rope] -> keys [M, H, nope + rope], values [M, H, v]."""
+        c, heads = self.latent, self.heads.q
+        assert self.kv_b_proj is not None
+        latents = Stream(kv[:, : c.kv_rank].contiguous())
+        made = norm_linear(latents, self.kv_a_layernorm.constants, self.kv_b_proj.weight)  # [M, H * (nope + v)]
+        k, v = made.unflatten(1, (heads, -1)).split((c.nope_dim, c.value_dim), dim=2)  # [M, H, nope], [M, H, v]
+        rope = apply_rotary(kv[:, None, c.kv_rank :], cos, sin)  # [M, 1, rope]
+        return torch.cat((k, rope.expand(-1, heads, -1)), dim=2), v

@@ -22,7 +22,7 @@ class DeepseekLayer(nn.Module):
         assert c.latent is not None
         assert c.experts is not None
         self.input_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
-        self.self_attn = LatentAttention(hidden, c.num_heads, c.latent, parallel, dtype=dtype)
+        self.self_attn = LatentAttention(hidden, hidden, c.num_heads, c.latent, parallel, dtype=dtype)
         self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
         self.mlp: GatedMLP | MixtureOfExperts
         if index < c.experts.first_dense:
@@ -40,7 +40,8 @@ class DeepseekLayer(nn.Module):
             cos, sin: [M, rope_dim] of the rows' positions.
             cache, rows: this layer's cache [num_blocks, block_size, cell], and the rows of the step.
         """
-        stream = self.self_attn(stream, self.input_layernorm.constants, cos, sin, cache, rows)
+        attend = self.self_attn.paged(cache, rows)
+        stream = self.self_attn(stream, self.input_layernorm.constants, cos, sin, attend, stream)
         return self.mlp(stream, self.post_attention_layernorm.constants)
 
 

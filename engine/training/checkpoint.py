@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slipstream.engine.deepseek_config import Latent
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
@@ -67,8 +68,7 @@ def load_network(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Net
         raise SlipstreamError(
             f"no training checkpoint in {directory}", expected=f"a file {FILE_NAME}", do="run the train stage"
         )
-    fields = {**state["config"], "slots": tuple(state["config"]["slots"])}
-    network = Eagle3Network(Eagle3Config(**fields), dtype or getattr(torch, state["settings"]["dtype"]))
+    network = Eagle3Network(_config(state["config"]), dtype or getattr(torch, state["settings"]["dtype"]))
     try:
         network.load_state_dict({**state["frozen"], **state["optimizer"]["masters"]})
     except RuntimeError as error:
@@ -81,9 +81,18 @@ def load_network(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Net
     return network
 
 
+def _config(fields: Mapping[str, Any]) -> Eagle3Config:
+    """From `config_dict`'s values."""
+    latent = fields.get("latent")
+    own = {"slots": tuple(fields["slots"]), "latent": None if latent is None else Latent(**latent)}
+    return Eagle3Config(**{**fields, **own})
+
+
 def config_dict(config: Eagle3Config) -> dict[str, Any]:
     """The configuration as plain values."""
     fields = dataclasses.asdict(config)
     fields["slots"] = list(config.slots)
     fields["rope_scaling"] = dict(config.rope_scaling) if config.rope_scaling is not None else None
+    if config.latent is None:
+        del fields["latent"]
     return fields

@@ -11,9 +11,13 @@ from torch import nn
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.layers import Attention
+from slipstream.engine.layers.latent_attention import LatentAttention, rope_in_halves
+from slipstream.engine.model_config import ModelConfig
+from slipstream.engine.streamed_load import CheckpointNames
 from slipstream.engine.tensor_files import tensor_files
 from slipstream.engine.training.data import ConversationSource
-from slipstream.engine.training.least_squares import warm_start
+from slipstream.engine.training.least_squares import fit_fc, warm_start
 
 METHODS = ("target", "random")
 
@@ -44,18 +48,23 @@ class TargetWeights:
 
     @classmethod
     def from_dir(cls, directory: Path, num_layers: int) -> "TargetWeights":
-        """Read them from a Hugging Face directory of safetensors (Llama's tensor names)."""
-        prefix = f"model.layers.{num_layers - 1}."
-        wanted = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+        """Read them from a Hugging Face directory of safetensors. Routed experts are left out: no draft has them."""
+        spelled = CheckpointNames.of(ModelConfig.from_dir(directory)).name
+        prefix = spelled(f"layers.{num_layers - 1}.")
+        wanted = (spelled("embed_tokens.weight"), spelled("norm.weight"), spelled("lm_head.weight"))
+
+        def read(name: str) -> bool:
+            return name in wanted or (name.startswith(prefix) and not name.startswith(f"{prefix}mlp.experts."))
+
         tensors: dict[str, torch.Tensor] = {}
         for path, names in tensor_files(directory).items():
             with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in names if name in wanted or name.startswith(prefix)}
+                tensors |= {name: file.get_tensor(name) for name in filter(read, names)}
         missing = [n for n in wanted[:2] if n not in tensors]
         if missing:
             raise SlipstreamError(
                 f"the target in {directory} has no {', '.join(missing)}",
-                expected="a Hugging Face checkpoint with Llama's tensor names",
+                expected="a Hugging Face checkpoint of a known architecture",
                 do="check the resolve stage's output",
             )
         return cls(
@@ -81,7 +90,7 @@ def init_network(
         network, target: on one device. Drawn weights are the same on any.
         method: "random": linear layers as torch draws them, norms 1. "target": the head's rows of the draft
             vocabulary, the final norm and what fits of the last decoder layer come from the target; then `fc` and the
-            attention are solved for on `source` (`least_squares.warm_start`).
+            attention are solved for on `source` (`least_squares`; latent attention is not linear, and stays).
         seed: of the drawn weights.
         source: training conversations. Without them "target" lets `fc` pass its last slot on, so that the draft starts
             as the target's own last layer reading the last feature, which is a worse start.
@@ -119,32 +128,48 @@ def init_network(
         network.fc.weight.mul_(_FC_NOISE)
         network.fc.weight[:, -width:] += torch.eye(width, dtype=dtype, device=network.fc.weight.device)
     _copy_last_layer(network, target.last_layer)
-    return warm_start(network, source) if source is not None else None
+    if source is None:
+        return None
+    if isinstance(network.midlayer.self_attn, LatentAttention):
+        fit_fc(network, source)
+        return None
+    return warm_start(network, source)
 
 
 # Share of torch's own scale kept on `fc` and on the embedding's half of q, k, v under "target" init.
 _FC_NOISE = 0.1
 _EMBEDDING_NOISE = 0.1
+_LATENT_PARTS = tuple(
+    f"self_attn.{part}.weight" for part in ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj")
+)
 
 
 def _copy_last_layer(network: Eagle3Network, layer: Mapping[str, torch.Tensor]) -> None:
     """Copy what fits of the target's last layer; a part whose shape differs keeps its random start."""
     own, hidden = network.midlayer, network.config.hidden_size
+    parameters = dict(own.named_parameters())
     if "input_layernorm.weight" in layer:
         _copy_if_same(own.hidden_norm.weight, layer["input_layernorm.weight"])
-    for name in ("post_attention_layernorm.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        if name in layer:
-            _copy_if_same(own.get_parameter(name), layer[name])
+    for name in ("post_attention_layernorm.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight", *_LATENT_PARTS):
+        if name in layer and name in parameters:
+            _copy_if_same(parameters[name], layer[name])
     for rows, part in own.mlp.gate_up_proj.part_slices().items():
         if f"mlp.{rows}.weight" in layer:
             _copy_if_same(own.mlp.gate_up_proj.weight[part], layer[f"mlp.{rows}.weight"])
-    qkv = own.self_attn.qkv_proj
-    for rows, part in qkv.part_slices().items():
+    attention = own.self_attn
+    merged = attention.qkv_proj if isinstance(attention, Attention) else attention.qkv_a_proj
+    for rows, part in merged.part_slices().items():
         source = layer.get(f"self_attn.{rows}.weight")
         # columns are [embedding; feature]: the target's layer read the feature's half
-        if source is not None and source.shape == qkv.weight[part, hidden:].shape:
-            qkv.weight[part, :hidden] *= _EMBEDDING_NOISE
-            qkv.weight[part, hidden:] = source.to(qkv.weight.dtype)
+        if source is not None and source.shape == merged.weight[part, hidden:].shape:
+            merged.weight[part, :hidden] *= _EMBEDDING_NOISE
+            merged.weight[part, hidden:] = source.to(merged.weight.dtype)
+    if isinstance(attention, LatentAttention):  # copied rows are in pairs, and drawn ones in no order
+        rope = attention.latent.rope_dim
+        keys = merged.weight[merged.part_slices()["kv_a_proj_with_mqa"]]
+        keys.copy_(rope_in_halves(keys, 1, rope))
+        queries = attention.q_b_proj.weight
+        queries.copy_(rope_in_halves(queries, attention.heads.q, rope))
 
 
 def _copy_if_same(parameter: torch.Tensor, source: torch.Tensor) -> None:

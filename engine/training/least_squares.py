@@ -11,13 +11,14 @@ W has to pass through attention, the only way by which the embedding enters: its
 (kv_heads x head_dim; the best cut for these data), v = U^T W and o = U in the first query head of each KV head. Those
 heads attend to their own row: their q and k are one and the same vector, which the rotary embedding turns by position,
 so that the score falls off with the distance. The MLP starts at zero output. Later steps feed s back as g, for both
-stand for a teacher state.
+stand for a teacher state. Of a draft with latent attention only `fc` is solved for.
 """
 
 import torch
 
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.layers import Attention
 from slipstream.engine.training.data import ConversationSource
 
 # Added to the diagonal of the normal equations, as a share of their mean diagonal.
@@ -46,9 +47,7 @@ def warm_start(network: Eagle3Network, source: ConversationSource) -> float:
     features, embeddings, now, following = _gather(network, source)
     layer.hidden_norm.weight.fill_(1.0)
     layer.input_layernorm.weight.fill_(1.0)
-    # What is fed back stands for the same thing as g, so fc is fitted to the fed-back form of u_t.
-    fused = _solve(_fc_inputs(network, features), network.feedback(now.to(network.fc.weight.dtype)).float())
-    network.fc.weight.copy_(fused.T)  # [n * ht, h] -> [h, n * ht]
+    _write_fc(network, features, now)
     g = network.fuse(features.to(network.fc.weight.dtype)).float()  # [R, h]
     inputs = torch.cat((_unit(embeddings), _unit(g)), -1)  # [R, 2h]
     residual = _unit(g) if config.norm_before_residual else g
@@ -60,6 +59,20 @@ def warm_start(network: Eagle3Network, source: ConversationSource) -> float:
     layer.mlp.down_proj.weight.zero_()
     error = (residual + inputs @ weights @ basis @ basis.T - following).square().sum()
     return float(1 - error / (following - following.mean(0)).square().sum())
+
+
+@torch.no_grad()
+def fit_fc(network: Eagle3Network, source: ConversationSource) -> None:
+    """The first half alone: `fc`, for a layer that the second does not fit. Args and errors: as `warm_start`."""
+    features, _, now, _ = _gather(network, source)
+    _write_fc(network, features, now)
+
+
+def _write_fc(network: Eagle3Network, features: torch.Tensor, now: torch.Tensor) -> None:
+    """g = A a_t. features [R, n * ht], now [R, h]: u_t."""
+    # What is fed back stands for the same thing as g, so fc is fitted to the fed-back form of u_t.
+    fused = _solve(_fc_inputs(network, features), network.feedback(now.to(network.fc.weight.dtype)).float())
+    network.fc.weight.copy_(fused.T)  # [n * ht, h] -> [h, n * ht]
 
 
 def _gather(network: Eagle3Network, source: ConversationSource) -> tuple[torch.Tensor, ...]:
@@ -113,6 +126,7 @@ def _write_values(network: Eagle3Network, values: torch.Tensor, basis: torch.Ten
     """Write v = values^T [r, 2h] and, in the first query head of each KV head, o = basis [h, r]. Other o are zero."""
     config, attention = network.config, network.midlayer.self_attn
     size, group = config.head_dim, config.num_heads // config.num_kv_heads
+    assert isinstance(attention, Attention)
     qkv, output = attention.qkv_proj.weight, attention.o_proj.weight
     qkv[attention.qkv_proj.part_slices()["v_proj"]][: values.shape[1]] = values.T.to(qkv.dtype)
     output.zero_()
@@ -128,7 +142,9 @@ def _attend_to_own_row(network: Eagle3Network, one: torch.Tensor) -> None:
     Args:
         one: [2h], a projection that is near 1 on every row: it stands in for the bias that q and k do not have.
     """
-    config, qkv = network.config, network.midlayer.self_attn.qkv_proj
+    attention = network.midlayer.self_attn
+    assert isinstance(attention, Attention)
+    config, qkv = network.config, attention.qkv_proj
     size, group = config.head_dim, config.num_heads // config.num_kv_heads
     pairs = min(_PAIRS, size // 2)
     theta = config.rope_theta ** (-torch.arange(pairs).float() / (size / 2))

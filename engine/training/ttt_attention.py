@@ -39,8 +39,9 @@ class TttAttention:
         self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [B, R, heads, d]; k, v [B, R, kv_heads, d]; R = T at step 1, S later -> [B, R, heads, d]."""
-        batch, rows, heads, size = q.shape
+        """q [B, R, heads, d]; k [B, R, kv_heads, d], v [B, R, kv_heads, e]; R = T at step 1, S later
+        -> [B, R, heads, e]."""
+        batch, rows, heads, _ = q.shape
         k, v = k.transpose(1, 2), v.transpose(1, 2)  # [B, R, kv, d] -> [B, kv, R, d]
         slots: torch.Tensor | None = self.slots
         if self.first is None:
@@ -52,15 +53,15 @@ class TttAttention:
         # [B, R, heads, d] -> [B, kv, G, R, d]: the G query heads of one KV head beside each other
         q = q.transpose(1, 2).unflatten(1, (k.shape[1], -1)) * self.scale
         out = _Attention.apply(q, *self.first, own_k, own_v, slots, self._bound)
-        return out.reshape(batch, heads, rows, size).transpose(1, 2)  # [B, kv, G, R, d] -> [B, R, heads, d]
+        return out.reshape(batch, heads, rows, -1).transpose(1, 2)  # [B, kv, G, R, e] -> [B, R, heads, e]
 
 
 class _Attention(torch.autograd.Function):
     """Softmax over two kinds of keys. With n own keys a row, G query heads a KV head:
 
-    q [B, kv, G, R, d] (scaled); first_k, first_v [B, kv, T, d]; own_k, own_v [n, B, kv, R, d]; slots [B, R], or None
-    where row r stands at slot r. Output [B, kv, G, R, d]. For the backward pass it keeps these and the log-sum-exp of
-    each row, [B, kv, G, R].
+    q [B, kv, G, R, d] (scaled); first_k [B, kv, T, d], own_k [n, B, kv, R, d], and values likewise, of width e; slots
+    [B, R], or None where row r stands at slot r. Output [B, kv, G, R, e]. For the backward pass it keeps these and the
+    log-sum-exp of each row, [B, kv, G, R].
     """
 
     @staticmethod
@@ -74,7 +75,7 @@ class _Attention(torch.autograd.Function):
         slots: torch.Tensor | None,
         bound: int,
     ) -> torch.Tensor:
-        out, total = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide(q))
+        out, total = q.new_empty(*q.shape[:-1], first_v.shape[-1]), q.new_empty(q.shape[:-1], dtype=_wide(q))
         for rows in _chunks(q, first_k, bound):
             query = q[..., rows, :]
             scores, end = _first_scores(query, first_k, slots, rows)  # [B, kv, G, r, t]

@@ -19,7 +19,7 @@ def unrolled_states(network: Eagle3Network, batch: Batch, num_steps: int) -> Ite
         step k   token x_{t+k}   feature feedback(state k-1)  position t + k - 1
     """
     num_slots = batch.features.shape[1]
-    context = TttAttention(batch.slots, network.config.head_dim**-0.5)
+    context = TttAttention(batch.slots, network.midlayer.self_attn.scale)
     positions = torch.arange(num_slots, device=batch.tokens.device).expand(batch.features.shape[:2])  # [B, T]
     features = batch.features.to(network.fc.weight.dtype)
     state = network(batch.tokens[:, 1:], network.fuse(features), positions, context.attend)  # [B, T, h]

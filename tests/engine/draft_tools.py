@@ -1,7 +1,10 @@
 """Tiny random drafts and conversations."""
 
+import math
+
 import torch
 
+from slipstream.engine.deepseek_config import Latent
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.vocab import select_draft_vocab
@@ -24,6 +27,24 @@ SIZES = {
     "target_hidden_size": HIDDEN,
     "slots": SLOTS,
     "target_num_layers": LAYERS,
+}
+
+
+# Of a draft with latent attention; YaRN's positions are stretched from 16 on.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "rope_scaling": YARN,
+    "latent": Latent(10, 12, 8, 4, 6, 12**-0.5 * (0.1 * math.log(8.0) + 1) ** 2),
 }
 
 
@@ -113,9 +134,24 @@ def hf_tensors(network: Eagle3Network, *, gradients: bool = False) -> dict[str, 
         tensor = parameter.grad if gradients else parameter.detach()
         module = network.get_submodule(name.rpartition(".")[0])
         if hasattr(module, "parts"):
-            stem = name.removesuffix("qkv_proj.weight").removesuffix("gate_up_proj.weight")
+            stem = name.removesuffix("weight").rstrip(".").rpartition(".")[0]
             for part, rows in module.part_slices().items():
-                out[f"{stem}{part}.weight"] = tensor[rows].clone()
+                out[f"{stem}.{part}.weight"] = tensor[rows].clone()
         else:
             out[name] = tensor.clone()
+    if network.config.latent is not None:
+        _rope_rows_in_pairs(network.config, out)
     return out if gradients else {**out, "d2t": network.d2t.clone()}
+
+
+def _rope_rows_in_pairs(config: Eagle3Config, tensors: dict[str, torch.Tensor]) -> None:
+    """Row by row: the network rotates (i, i + rope / 2) of a rope part, files (2 i, 2 i + 1)."""
+    assert config.latent is not None
+    rope = config.latent.rope_dim
+    for part, heads in (("q_b_proj", config.num_heads), ("kv_a_proj_with_mqa", 1)):
+        rows = tensors[f"midlayer.self_attn.{part}.weight"]
+        own, size = rows.clone(), len(rows) // heads
+        for head in range(heads):
+            start = head * size + size - rope
+            for i in range(rope // 2):
+                rows[start + 2 * i], rows[start + 2 * i + 1] = own[start + i], own[start + rope // 2 + i]

@@ -68,6 +68,7 @@ class Served:
     acceptance: dict[int, dict[str, Any]]
     heads: tuple[int, int]
     kv_heads: int
+    draft_cell: tuple[int, ...] = ()
 
     def bits(self) -> str:
         """Digest of all that must be the same on every rank."""
@@ -138,12 +139,14 @@ def _answer(engine: Engine, case: Case) -> Served:
     if logits:
         tensors["draft logits"] = torch.cat(logits)
     heads, cache = engine.target.layers[0].self_attn.heads, engine.runner.cache.layers[0]
+    own = getattr(engine.runner.proposer, "cache", None)
     return Served(
         [answer.token_ids for answer in answers],
         tensors,
         {k: counts.to_dict() for k, counts in engine.stats.acceptance.items()},
         (heads.q, heads.kv),
         cache.shape[3] if cache.dim() == 5 else 0,  # 0: one latent for all heads
+        tuple(own.layers[0].shape[2:]) if own is not None else (),
     )
 
 

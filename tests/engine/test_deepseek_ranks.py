@@ -1,4 +1,7 @@
-"""Tiny Kimi over gloo: 1, 2, 4 and 8 ranks give the same tokens, slots, draft logits and A_k, on every one."""
+"""Tiny Kimi over gloo: 1, 2, 4 and 8 ranks give the same tokens, slots, draft logits and A_k, on every one.
+
+With drafts of both kinds: grouped KV heads (Llama), and latents, which every rank holds whole.
+"""
 
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +21,7 @@ JOBS = Path(__file__).with_name("parallel_jobs.py")
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
 SIZES = (2, 4, 8)
 SLOTS = (0, 2, 4)
+DRAFTS = ("grouped", "latent")
 BOUND = 2e-5  # largest error of a state or logit in fp32, as a share of the largest value there
 TOKENS = 14
 
@@ -39,22 +43,23 @@ def tensors(load_test_module, root) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def models(root, tensors, tiny) -> tuple[str, str]:
-    """Directories of the target and of a Llama-type draft."""
+def models(root, tensors, tiny) -> dict[str, str]:
+    """Directories of the target and of a draft of each kind."""
     target = load_target(root / "target", torch.float32)
     record = DraftRecord(TargetIdentity.from_dir(root / "target"), Family.KIMI_K25, "0" * 64)
-    save_draft(root / "draft", tiny.tiny_draft(target, slots=SLOTS), record)
-    return str(root / "target"), str(root / "draft")
+    for kind in DRAFTS:
+        save_draft(root / kind, tiny.tiny_draft(target, slots=SLOTS, latent=kind == "latent"), record)
+    return {name: str(root / name) for name in ("target", *DRAFTS)}
 
 
 @pytest.fixture(scope="module")
 def case(jobs, tiny, models):
     """num_steps, fields -> what ranks are asked."""
 
-    def make(num_steps, **fields):
+    def make(num_steps, draft="grouped", **fields):
         prompts = tiny.prompts(2, seed=8, low=18, high=34)
         params = [SamplingParams(max_tokens=TOKENS, ignore_eos=True) for _ in prompts]
-        return jobs.Case(*models, num_steps, prompts, params, capture=SLOTS, **fields)
+        return jobs.Case(models["target"], models[draft], num_steps, prompts, params, capture=SLOTS, **fields)
 
     return make
 
@@ -65,10 +70,16 @@ def plain(case, ranks):
     return ranks.run(1, JOBS, "serve", case(0))[0]
 
 
+@pytest.fixture(scope="module", params=DRAFTS)
+def draft(request):
+    """Its kind."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def alone(case, ranks):
+def alone(case, ranks, draft):
     """One rank at K = 3 with the draft."""
-    return ranks.run(1, JOBS, "serve", case(3))[0]
+    return ranks.run(1, JOBS, "serve", case(3, draft))[0]
 
 
 def assert_equal(ours, one):
@@ -84,22 +95,25 @@ def assert_equal(ours, one):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_tokens_slots_draft_logits_and_acceptance_with_a_draft(case, ranks, plain, alone, size):
+def test_tokens_slots_draft_logits_and_acceptance_with_a_draft(case, ranks, plain, alone, draft, size):
     assert alone.tokens == plain.tokens
     assert {"draft logits", "teacher", *map(slot_name, SLOTS)} == set(alone.tensors)
-    ours = ranks.run(size, JOBS, "serve", case(3))
+    ours = ranks.run(size, JOBS, "serve", case(3, draft))
     assert_equal(ours, alone)
+    cells = {served.draft_cell for served in ours}  # a rank without grouped heads keeps nothing of them
+    assert cells == ({(96,)} if draft == "latent" else {(2, 1, 192), *([(2, 0, 192)] if size == 8 else [])})
     assert [served.heads for served in ours] == [(8 // size, 8 // size)] * size
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_with_an_oracle_every_accepted_count_occurs(case, ranks, plain, size):
+@pytest.mark.parametrize(("size", "kind"), [(2, "grouped"), (2, "latent"), (8, "latent")])
+def test_with_an_oracle_every_accepted_count_occurs(case, ranks, plain, size, kind):
+    """It runs the draft of that kind, too: its logits follow chains of every length."""
     pairs = zip(case(0).prompts, plain.tokens, strict=True)
     recordings = {str(i): [*prompt, *tokens] for i, (prompt, tokens) in enumerate(pairs)}
-    one = ranks.run(1, JOBS, "serve", case(3, recordings=recordings))[0]
+    one = ranks.run(1, JOBS, "serve", case(3, kind, recordings=recordings))[0]
     assert one.tokens == plain.tokens
     assert sum(count > 0 for count in one.acceptance[3]["histogram"]) >= 3
-    assert_equal(ranks.run(size, JOBS, "serve", case(3, recordings=recordings)), one)
+    assert_equal(ranks.run(size, JOBS, "serve", case(3, kind, recordings=recordings)), one)
 
 
 def test_without_drafts(case, ranks, plain):
@@ -107,9 +121,9 @@ def test_without_drafts(case, ranks, plain):
 
 
 @pytest.mark.parametrize("slot", [0, 2])
-def test_a_state_taken_before_its_reduce_shows_in_the_slots_and_nowhere_in_the_tokens(case, ranks, alone, slot):
+def test_a_state_taken_before_its_reduce_shows_in_the_slots_and_nowhere_in_the_tokens(case, ranks, alone, draft, slot):
     """F5, at the embedding and behind a mixture of experts."""
-    ours = ranks.run(2, JOBS, "serve", case(3, compare_states=False), [f"F5:slot={slot}"])
+    ours = ranks.run(2, JOBS, "serve", case(3, draft, compare_states=False), [f"F5:slot={slot}"])
     assert ours[0].tokens == alone.tokens
     wrong, right = ours[0].tensors[slot_name(slot)], alone.tensors[slot_name(slot)]
     assert (wrong - right).abs().max() > 0.1 * right.abs().max()
@@ -129,7 +143,7 @@ def test_each_rank_reads_its_own_bytes_and_they_add_up(ranks, models, tensors):
     replicated = sum(size for name, size in text.items() if any(part in name for part in on_all))
     shapes = sum(size for name, size in text.items() if name.endswith("weight_shape"))  # compared, and not kept
     for size in (1, *SIZES):
-        everybody = ranks.run(size, JOBS, "loaded", models[0])
+        everybody = ranks.run(size, JOBS, "loaded", models["target"])
         read = [count for count, _, _ in everybody]
         print(f"{size} ranks read {read} bytes of {sum(text.values())}")
         assert sum(read) == sum(text.values()) + (size - 1) * replicated
@@ -139,8 +153,8 @@ def test_each_rank_reads_its_own_bytes_and_they_add_up(ranks, models, tensors):
 
 
 def test_a_server_tells_what_loading_took_on_each_rank_and_that_rows_keep_their_bits(ranks, models):
-    for size in (1, 2):
-        everybody = ranks.run(size, JOBS, "built", *models)
+    for size, draft in ((1, "grouped"), (2, "latent")):
+        everybody = ranks.run(size, JOBS, "built", models["target"], models[draft])
         settings, said, _ = everybody[0]
         assert [one["read_bytes"] for one in settings["load_of_ranks"]] == [read for _, _, read in everybody]
         assert all(one["peak_host_bytes"] > one["read_bytes"] for one in settings["load_of_ranks"])
@@ -150,7 +164,7 @@ def test_a_server_tells_what_loading_took_on_each_rank_and_that_rows_keep_their_
 
 def test_bf16_is_as_near_to_fp32_on_any_number_of_ranks(tiny, ranks, models):
     """Teacher-forced. Partial sums are rounded once more each, which must not show beside the rounding there is."""
-    text, target = tiny.prompts(1, seed=2, low=60, high=60)[0], models[0]
+    text, target = tiny.prompts(1, seed=2, low=60, high=60)[0], models["target"]
     exact, _ = ranks.run(1, JOBS, "teacher_forced", target, "float32", text)[0]
     one, _ = ranks.run(1, JOBS, "teacher_forced", target, "bfloat16", text)[0]
     usual = float((one.float() - exact).abs().mean())

@@ -1,6 +1,7 @@
 """Tiny random models for tests. Norm weights come from [0.5, 2]: with weights of 1 a missing norm shows too little."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.loader import load_target
+from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.models.dense import DenseModel
 
 SIZES = {
@@ -76,16 +78,19 @@ def tiny_target(
 
 
 def tiny_draft(
-    target: DenseModel, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), head_dim: int | None = None, **switches: bool
+    target: Decoder, seed: int = 0, slots: tuple[int, ...] = (1, 2, 4), latent: bool = False, **switches: object
 ) -> Eagle3Network:
-    """A random EAGLE-3 draft for `target`, in its dtype, on a third of its vocabulary. head_dim: None: the target's."""
+    """A random EAGLE-3 draft for `target`, in its dtype, on a third of its vocabulary.
+
+    latent: its attention has the target's latents (MLA), heads and rope scaling.
+    """
     c = target.config
     config = Eagle3Config(
         hidden_size=c.hidden_size,
         intermediate_size=80,
         num_heads=4,
         num_kv_heads=2,
-        head_dim=head_dim or c.head_dim,
+        head_dim=c.head_dim,
         rms_norm_eps=c.rms_norm_eps,
         rope_theta=c.rope_theta,
         rope_scaling=None,
@@ -95,12 +100,20 @@ def tiny_draft(
         target_hidden_size=c.hidden_size,
         slots=slots,
         target_num_layers=c.num_layers,
-        **switches,
     )
+    if latent:
+        assert c.latent is not None
+        heads = {
+            "num_heads": c.num_heads,
+            "num_kv_heads": c.num_heads,
+            "head_dim": c.latent.nope_dim + c.latent.rope_dim,
+        }
+        config = replace(config, latent=c.latent, rope_scaling=c.rope_scaling, **heads)
+    config = replace(config, **switches)
     network = Eagle3Network(config)
     randomise(network, seed)
     ids = torch.arange(config.draft_vocab_size)
-    network.d2t.copy_(ids * 2)  # draft id i is target id 3 i
+    network.d2t.copy_(ids * (c.vocab_size // config.draft_vocab_size - 1))  # of a third: draft id i is target id 3 i
     network = network.to(target.embed_tokens.weight.dtype)
     network.embed_tokens.weight.data.copy_(target.embed_tokens.weight)
     return network.requires_grad_(False).eval()

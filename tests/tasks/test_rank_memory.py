@@ -15,7 +15,8 @@ from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.flows.plan import Plan, derived_values, make_plan
 from slipstream.tasks import derived
-from slipstream.tasks.rank_memory import GIB, RankMemory, draft_parameters, rank_memory, rotary_bytes
+from slipstream.tasks.draft_weights import rank_parameters
+from slipstream.tasks.rank_memory import GIB, RankMemory, rank_memory, rotary_bytes
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -63,16 +64,17 @@ def test_parameters_are_those_of_the_checkpoint(kimi: ModuleType, tmp_path: Path
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_draft_parameters_are_those_of_its_network(tmp_path: Path, ranks: int) -> None:
-    facts = plan(H200, tmp_path=tmp_path).facts
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
+def test_draft_parameters_are_those_of_its_network(tmp_path: Path, attention: str, ranks: int) -> None:
+    facts = plan(H200, f"draft.attention={attention}", tmp_path=tmp_path).facts
     assert facts.target is not None
     assert facts.slots is not None
     config = derived.draft_config(facts.deployment, facts.target, facts.slots)
     parallel = TensorParallel(0, ranks, group=None if ranks == 1 else object())
     with torch.device("meta"):
         network = Eagle3Network(config, torch.bfloat16, parallel)
-    assert draft_parameters(config, ranks) == sum(p.numel() for p in network.parameters())
-    assert config.head_dim == 128
+    assert rank_parameters(config, ranks) == sum(p.numel() for p in network.parameters())
+    assert config.head_dim == 128 if attention == "grouped" else 192
 
 
 @pytest.mark.parametrize(("name", "weights"), [(H200, 76.3), (RTX, 76.3), (DEEPSEEK, 52.3)])

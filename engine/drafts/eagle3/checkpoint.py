@@ -3,11 +3,12 @@
 draft/
   config.json        see `hf_config`
   slipstream.json
-  model.safetensors  fc, midlayer.*, norm, lm_head, embed_tokens, d2t (int64 offsets), t2d (bool)
+  model.safetensors  fc, midlayer.*, norm, lm_head, embed_tokens, d2t (int64 offsets), t2d (bool); rope rows of latent
+                   attention in pairs, as its target's
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
+from slipstream.engine.layers.latent_attention import rope_in_halves, rope_in_pairs
 from slipstream.engine.loader import known_forms
 from slipstream.engine.packed_weights import pack_for_device
 from slipstream.engine.tensor_files import parameter_shards
@@ -46,6 +48,7 @@ def to_tensors(network: Eagle3Network, dtype: torch.dtype | None = None) -> dict
         raise ValueError(f"rank {network.parallel.rank} of {network.parallel.size} holds only a part of the draft")
     views = {name: shard.view for name, shard in parameter_shards(network).items()}
     tensors = {name: view.to("cpu", dtype or view.dtype) for name, view in views.items()}
+    tensors |= _rope_rows(network.config, tensors, rope_in_pairs)
     d2t = network.d2t.to("cpu", torch.int64)
     t2d = torch.zeros(network.config.vocab_size, dtype=torch.bool)
     ids = d2t + torch.arange(len(d2t))
@@ -81,6 +84,7 @@ def from_tensors(
         (f"midlayer.{name.removeprefix(_LAYER_ALIAS)}" if name.startswith(_LAYER_ALIAS) else name): tensor
         for name, tensor in tensors.items()
     }
+    tensors |= _rope_rows(config, tensors, rope_in_halves)
     with torch.device(target_embedding.device if target_embedding is not None else "cpu"):
         network = Eagle3Network(config, dtype, parallel)
     shards = parameter_shards(network) | {"d2t": Shard.whole(network.d2t)}
@@ -101,6 +105,24 @@ def from_tensors(
         if "embed_tokens.weight" not in tensors or torch.equal(network.embed_tokens.weight, shared):
             network.embed_tokens.weight = nn.Parameter(shared, requires_grad=False)
     return network
+
+
+def _rope_rows(
+    config: Eagle3Config,
+    tensors: Mapping[str, torch.Tensor],
+    order: Callable[[torch.Tensor, int, int], torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Those that rope rows are in, with the rows in that order; what is misshaped is left for the check of shapes."""
+    latent = config.latent
+    if latent is None:
+        return {}
+    rows = {"q_b_proj": (config.num_heads, config.head_dim), "kv_a_proj_with_mqa": (1, latent.cell)}
+    found = {}
+    for part, (heads, size) in rows.items():
+        tensor = tensors.get(name := f"midlayer.self_attn.{part}.weight")
+        if tensor is not None and tensor.dim() == 2 and len(tensor) == heads * size:
+            found[name] = order(tensor, heads, latent.rope_dim)
+    return found
 
 
 def save_draft(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.engine.capture import CapturePlan
+from slipstream.engine.deepseek_config import Latent
 from slipstream.engine.errors import SlipstreamError
 
 
@@ -15,7 +16,8 @@ class Eagle3Config:
     Args:
         hidden_size: width h of the draft's residual stream; the embedding is the target's, so h is the target's too.
         intermediate_size: width of the draft's MLP.
-        num_heads, num_kv_heads, head_dim: attention of the draft's one layer (its inputs are 2h wide).
+        num_heads, num_kv_heads, head_dim: attention of the draft's one layer (its inputs are 2h wide). With latents
+            every head is its own KV head, and head_dim is that of queries and keys.
         rms_norm_eps: of every norm in the draft.
         rope_theta, rope_scaling: rotary embedding; `rope_scaling` as in a checkpoint's config, or None.
         max_position: length of the rope table in tokens; at least the served context (F14).
@@ -28,6 +30,7 @@ class Eagle3Config:
         norm_before_fc: one RMSNorm over all features together.
         fc_norm: one RMSNorm a slot (EAGLE-3.1); excludes `norm_before_fc`.
         norm_output: the state fed back is post-norm (EAGLE-3.1) instead of pre-norm.
+        latent: of multi-head latent attention (MLA); None: grouped KV heads.
 
     Raises SlipstreamError when values contradict each other.
     """
@@ -50,8 +53,18 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
+        latent = self.latent
+        if latent is not None:
+            size = latent.nope_dim + latent.rope_dim
+            if (self.num_kv_heads, self.head_dim) != (self.num_heads, size):
+                raise SlipstreamError(
+                    f"latent attention with {self.num_kv_heads} KV heads and a head size of {self.head_dim}",
+                    expected=f"those of its {self.num_heads} heads of {latent.nope_dim} + {latent.rope_dim}",
+                    do="leave draft.num_kv_heads out where draft.attention is latent",
+                )
         if self.norm_before_fc and self.fc_norm:
             raise SlipstreamError(
                 "norm_before_fc and fc_norm are both on",
@@ -79,6 +92,11 @@ class Eagle3Config:
     def plan(self) -> CapturePlan:
         """The capture plan whose `select` makes this draft's features."""
         return CapturePlan(self.slots, self.target_num_layers)
+
+    @property
+    def rope_dim(self) -> int:
+        """How much of a head is rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def feature_size(self) -> int:

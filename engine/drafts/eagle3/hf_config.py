@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.engine.capture import CapturePlan, default_slots, slot_id, slot_name
+from slipstream.engine.deepseek_config import LATENT_SIZES, Latent, read_latent
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
-from slipstream.engine.drafts.eagle3.published import IDS_KEY, check_kind, published_slots
+from slipstream.engine.drafts.eagle3.published import IDS_KEY, attention_of, check_kind, published_slots
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json_object, write_atomic
 from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
@@ -21,10 +22,16 @@ from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
 CONFIG = "config.json"
 RECORD = "slipstream.json"
 RECORD_FORMAT = "slipstream-eagle3"
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+# By attention, (architecture, model type): what both engines select their EAGLE-3 class by.
+_GROUPED = ("LlamaForCausalLMEagle3", "llama")
+_LATENT = ("Eagle3DeepseekV2ForCausalLM", "deepseek_v3")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# Switches that SGLang's Llama draft does not have; it drops the tensor or ignores the key without a word.
-_NOT_IN_SGLANG = ("norm_before_residual", "norm_before_fc")
+# Switches that an engine's draft does not have, by attention; it drops the tensor or ignores the key without a word.
+_NOT_IN = {
+    ("grouped", Engine.SGLANG): ("norm_before_residual", "norm_before_fc"),
+    ("latent", Engine.SGLANG): ("norm_before_residual", "norm_before_fc"),
+    ("latent", Engine.VLLM): ("norm_before_fc",),
+}
 _AGAIN = "convert again: `slipstream stage convert CONFIG`"
 
 
@@ -52,8 +59,9 @@ def scaling_alone(rope: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def engine_ids(config: Eagle3Config, family: Family) -> dict[Engine, tuple[int, ...] | str]:
     """Layer ids to write for each engine; a text says why that engine cannot serve this draft."""
     result: dict[Engine, tuple[int, ...] | str] = {}
+    attention = "grouped" if config.latent is None else "latent"
     for engine, version in KNOWN_VERSIONS.items():
-        on = [s for s in _NOT_IN_SGLANG if engine is Engine.SGLANG and getattr(config, s)]
+        on = [s for s in _NOT_IN.get((attention, engine), ()) if getattr(config, s)]
         if on:
             result[engine] = f"{engine.value} {version} has no {' and no '.join(on)}"
             continue
@@ -70,16 +78,17 @@ def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dt
     # Where SGLang cannot serve the draft, an empty list makes it stop; without a list it would capture its defaults.
     # vLLM takes its defaults for an empty list too, so it always gets our ids.
     sglang = ids[Engine.SGLANG]
+    architecture, model_type = _GROUPED if config.latent is None else _LATENT
     value: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "torch_dtype": dtype,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        **_attention_values(config),
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
@@ -114,6 +123,15 @@ def write_configs(directory: Path, config: Eagle3Config, record: DraftRecord, dt
     }
     for name, content in ((CONFIG, value), (RECORD, own)):
         write_atomic(directory / name, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _attention_values(config: Eagle3Config) -> dict[str, int]:
+    """Of config.json: a head's size, or those of latents (DeepSeek's classes take `head_dim` for the rotated part)."""
+    c = config.latent
+    if c is None:
+        return {"head_dim": config.head_dim}
+    sizes = (c.q_rank, c.kv_rank, c.nope_dim, c.rope_dim, c.value_dim)
+    return {"head_dim": c.rope_dim, **dict(zip(LATENT_SIZES, sizes, strict=True))}
 
 
 def read_record(directory: Path) -> DraftRecord | None:
@@ -170,12 +188,15 @@ def read_config(
         )
     try:
         rope = value.get("rope_scaling") or value.get("rope_parameters")
+        latent: Latent | None = None
+        if attention_of(value) == "latent":
+            latent = read_latent(directory / CONFIG, value, scaling_alone(rope))
         return Eagle3Config(
             hidden_size=value["hidden_size"],
             intermediate_size=value["intermediate_size"],
             num_heads=value["num_attention_heads"],
             num_kv_heads=value.get("num_key_value_heads") or value["num_attention_heads"],
-            head_dim=value.get("head_dim") or value["hidden_size"] // value["num_attention_heads"],
+            head_dim=_head_dim(value, latent),
             rms_norm_eps=value["rms_norm_eps"],
             rope_theta=float(value.get("rope_theta") or (rope or {})["rope_theta"]),
             rope_scaling=scaling_alone(rope),
@@ -185,12 +206,25 @@ def read_config(
             target_hidden_size=value.get("target_hidden_size") or value["hidden_size"],
             slots=slots,
             target_num_layers=target_num_layers,
-            **{switch: bool(value.get(switch, False)) for switch in _SWITCHES},
+            latent=latent,
+            **{switch: bool(_switch(value, switch)) for switch in _SWITCHES},
         )
     except KeyError as error:
         raise SlipstreamError(
             f"{directory / CONFIG} has no {error.args[0]}", expected="the config of an EAGLE-3 draft", do=_AGAIN
         ) from error
+
+
+def _switch(value: Mapping[str, Any], name: str) -> Any:
+    """Of config.json. SGLang takes the older `use_aux_norm` for `fc_norm`, too."""
+    return value.get(name, False) or (name == "fc_norm" and value.get("use_aux_norm", False))
+
+
+def _head_dim(value: Mapping[str, Any], latent: Latent | None) -> int:
+    """Of queries and keys."""
+    if latent is not None:
+        return latent.nope_dim + latent.rope_dim
+    return int(value.get("head_dim") or value["hidden_size"] // value["num_attention_heads"])
 
 
 def _check_ids(

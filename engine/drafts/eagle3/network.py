@@ -8,7 +8,7 @@
     next g = s
 
 Attention's keys and values live with the caller, who passes `attend`: the training-time-test mask in training, the
-paged KV cache in serving, a plain list of keys in tests.
+paged KV cache in serving, a plain list of keys in tests. Attention has grouped KV heads (Llama) or latents (MLA).
 """
 
 import torch
@@ -25,6 +25,7 @@ from slipstream.engine.layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
+from slipstream.engine.layers.latent_attention import LatentAttention, PagedLatents
 from slipstream.engine.tensor_parallel import SplitVocabulary, TensorParallel, single
 from slipstream.kernels.draft_input import draft_input
 from slipstream.kernels.stream import Stream
@@ -39,7 +40,7 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = c.norm_before_residual
         self.input_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
         self.hidden_norm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
-        self.self_attn = Attention(2 * hidden, hidden, c.num_heads, c.num_kv_heads, c.head_dim, parallel, dtype=dtype)
+        self.self_attn = _attention(c, parallel, dtype)
         self.post_attention_layernorm = RMSNorm(hidden, c.rms_norm_eps, dtype=dtype)
         self.mlp = GatedMLP(hidden, c.intermediate_size, parallel, dtype=dtype)
 
@@ -50,13 +51,23 @@ class Eagle3Layer(nn.Module):
         g: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
-        attend: Attend,
+        attend: Attend | PagedLatents,
     ) -> Stream:
         """token_ids [M] into table [.., h]; g [M, h]; cos, sin [M, d] -> the pre-norm states s of M rows."""
         norms = self.input_layernorm.constants, self.hidden_norm.constants
         x, residual = draft_input(token_ids, table, g, *norms, self.norm_before_residual)  # [M, 2h], [M, h]
         stream = self.self_attn(Stream(x), None, cos, sin, attend, Stream(residual))
         return self.mlp(stream, self.post_attention_layernorm.constants)
+
+
+def _attention(c: Eagle3Config, parallel: TensorParallel, dtype: torch.dtype | None) -> Attention | LatentAttention:
+    """Over inputs that are 2h wide."""
+    hidden = c.hidden_size
+    if c.latent is None:
+        return Attention(2 * hidden, hidden, c.num_heads, c.num_kv_heads, c.head_dim, parallel, dtype=dtype)
+    # Trainers and engines give the inner norms of a draft the eps of its other norms, unlike those of its target.
+    eps = c.rms_norm_eps
+    return LatentAttention(2 * hidden, hidden, c.num_heads, c.latent, parallel, inner_eps=eps, dtype=dtype)
 
 
 class _InShape:
@@ -70,7 +81,7 @@ class _InShape:
             return x.unflatten(0, self.shape)  # [M, heads, d] -> [..., heads, d]
 
         mixed = self.attend(shaped(q), None if k is None else shaped(k), None if v is None else shaped(v))
-        return mixed.reshape(q.shape)  # [..., heads, d] -> [M, heads, d]
+        return mixed.reshape(*q.shape[:-1], mixed.shape[-1])  # [..., heads, d] -> [M, heads, d]
 
 
 class Eagle3Network(nn.Module):
@@ -83,8 +94,8 @@ class Eagle3Network(nn.Module):
             layer by heads and features; `fc` and the norms are whole on every rank.
 
     Parameters come uninitialised (norm weights 1, d2t all zero): `engine.training.init` or a checkpoint fills them.
-    The parameters' names are those of the plain Hugging Face EAGLE-3 form, but for `qkv_proj` and `gate_up_proj`, which
-    hold q, k, v and gate, up stacked by rows.
+    The parameters' names are those of the plain Hugging Face EAGLE-3 form, but for `qkv_proj` (`qkv_a_proj`) and
+    `gate_up_proj`, which hold q, k, v and gate, up stacked by rows. Rope rows of latent attention are in halves.
     """
 
     def __init__(
@@ -103,11 +114,16 @@ class Eagle3Network(nn.Module):
         self.lm_head = ColumnParallelLinear(hidden, self.parallel.cut(config.draft_vocab_size), dtype=dtype)
         self.vocabulary = SplitVocabulary(config.draft_vocab_size, self.parallel)
         self.rotary = RotaryEmbedding(
-            config.head_dim, config.max_position, config.rope_theta, config.rope_scaling, dtype=dtype
+            config.rope_dim, config.max_position, config.rope_theta, config.rope_scaling, dtype=dtype
         )
         # Offsets, as checkpoints store them: target id = draft id + d2t[draft id].
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
         self.d2t: torch.Tensor
+
+    def prepare(self) -> None:
+        """What serving needs beside the weights, once they are there."""
+        if isinstance(self.midlayer.self_attn, LatentAttention):
+            self.midlayer.self_attn.absorb()
 
     def normed_features(self, features: torch.Tensor) -> torch.Tensor:
         """Features [..., n * ht] after the norms that stand before fc (none unless switched on)."""
@@ -129,7 +145,7 @@ class Eagle3Network(nn.Module):
         token_ids: torch.Tensor,
         g: torch.Tensor,
         positions: torch.Tensor,
-        attend: Attend,
+        attend: Attend | PagedLatents,
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """One draft step for every row.
@@ -139,7 +155,8 @@ class Eagle3Network(nn.Module):
             g: [..., h], from `fuse` at step 1 and from `feedback` later.
             positions: [...] int64 rope positions (slot t at step k: t + k - 1); -1 marks padding.
             attend: the attention context; it gets q [..., heads, d] and k, v [..., kv_heads, d], rotated, and gives
-                [..., heads, d]. One that has a `sink` finds k and v there, and gets None.
+                [..., heads, d]. One that has a `sink` finds k and v there, and gets None. With latents every head has
+                its own k and v, of unlike widths, and v's is that of the output; a cache of latents is `PagedLatents`.
             angles: cos and sin of `positions`, [..., d] each; None: looked up.
 
         Returns:
@@ -149,7 +166,8 @@ class Eagle3Network(nn.Module):
         angles = self.rotary(positions, g.dtype) if angles is None else angles
         cos, sin = (table.reshape(-1, table.shape[-1]) for table in angles)  # [..., d] -> [M, d]
         ids, table = self.embed_tokens.lookup(token_ids.flatten())  # [...] -> [M]
-        stream = self.midlayer(ids, table, g.reshape(-1, g.shape[-1]), cos, sin, _InShape(attend, shape))
+        attend = attend if isinstance(attend, PagedLatents) else _InShape(attend, shape)
+        stream = self.midlayer(ids, table, g.reshape(-1, g.shape[-1]), cos, sin, attend)
         return stream.rows.view(*shape, -1)  # [M, h] -> [..., h]
 
     def feedback(self, state: torch.Tensor) -> torch.Tensor:

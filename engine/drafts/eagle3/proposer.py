@@ -36,6 +36,7 @@ class Eagle3Proposer:
 
     def __init__(self, network: Eagle3Network, num_steps: int) -> None:
         self.network, self.num_steps = network, num_steps
+        network.prepare()
         self.slots = network.config.slots
         self.max_position: int | None = network.config.max_position
         draft_ids = torch.arange(network.config.draft_vocab_size, device=network.d2t.device)
@@ -44,9 +45,8 @@ class Eagle3Proposer:
 
     def allocate(self, config: EngineConfig, dtype: torch.dtype) -> None:
         """Makes the draft's cache, under the block numbers of the target's."""
-        heads, device = self.network.midlayer.self_attn.heads, self.network.d2t.device
-        blocks, size = config.total_blocks, config.block_size_tokens
-        self.cache = KVCache(1, blocks, size, (2, heads.kv, heads.dim), dtype, device)
+        cell, device = self.network.midlayer.self_attn.cell, self.network.d2t.device
+        self.cache = KVCache(1, config.total_blocks, config.block_size_tokens, cell, dtype, device)
 
     def begin(self, slot: int, request_id: str) -> None:
         """Nothing: what an earlier request left in the cache is overwritten before it is read."""

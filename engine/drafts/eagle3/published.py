@@ -22,7 +22,25 @@ GROUPED = (
 )
 LATENT = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle3")
 _LATENT_TYPES = ("kimi_k2", "deepseek_v3", "deepseek_v2")
-_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+# Values that the network assumes; a key that is absent or null means the same. Of a draft with latent attention, since
+# published ones differ here: experts in its layer, attention without rotation or with a gate (Kimi-K3), a tied head.
+_ASSUMED: Mapping[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "bias": False,
+    "rope_interleave": True,
+    "tie_word_embeddings": False,
+    "logit_scale": 1.0,
+    "use_moe": False,
+    "mla_use_nope": False,
+    "mla_use_output_gate": False,
+}
+_ASSUMED_NESTED: Mapping[str, Any] = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
 
 
 def attention_of(value: Mapping[str, Any]) -> str:
@@ -48,21 +66,28 @@ def check_kind(path: Path, value: Mapping[str, Any]) -> None:
             do="have its trainer write that form, too: `fc`, `midlayer`, `lm_head`, `d2t` and a flat config.json",
         )
     kind = attention_of(value)
-    if kind == "grouped":
-        return
-    name = (value.get("architectures") or ["(none)"])[0]
-    if kind == "latent":
-        sizes = ", ".join(f"{key} {value[key]}" for key in _LATENT_SIZES if value.get(key) is not None)
+    if not kind:
+        name = (value.get("architectures") or ["(none)"])[0]
         raise SlipstreamError(
-            f"{path} is a draft with latent attention (MLA): {name}, model_type {value.get('model_type')}, {sizes}",
-            expected="a draft with grouped KV heads (LlamaForCausalLMEagle3): this engine has no MLA draft network yet",
-            do="serve a Llama-type draft of this target, or this one with another engine (server.engine)",
+            f"{path} names the architecture {name}",
+            expected=f"one of {', '.join((*GROUPED, *LATENT))}",
+            do="use an EAGLE-3 draft of this form",
         )
-    raise SlipstreamError(
-        f"{path} names the architecture {name}",
-        expected=f"one of {', '.join(GROUPED)}",
-        do="use an EAGLE-3 draft of this form",
-    )
+    if kind == "latent":
+        nested = value.get("eagle_config")
+        _check_assumed(path, value, _ASSUMED, "")
+        _check_assumed(path, nested if isinstance(nested, Mapping) else {}, _ASSUMED_NESTED, "eagle_config.")
+
+
+def _check_assumed(path: Path, value: Mapping[str, Any], assumed: Mapping[str, Any], prefix: str) -> None:
+    for key, known in assumed.items():
+        found = value.get(key)
+        if found is not None and found != known:
+            raise SlipstreamError(
+                f"{path}, a draft with latent attention (MLA), says {prefix}{key} = {found!r}",
+                expected=f"{prefix}{key} = {known!r}: this engine's draft network has no other form",
+                do="use a draft without it, or serve this one with another engine (server.engine)",
+            )
 
 
 def layer_ids(value: Mapping[str, Any]) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:

@@ -40,9 +40,25 @@ def reference_run(reference, draft_tools, network, teacher, conversations):
     return logits, masks, hits, sums / counts, loss, gradients
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "+".join(s) or "plain")
-def test_logits_loss_and_gradients(reference, draft_tools, switches):
-    network = draft_tools.make_network(**switches)
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+CASES = [
+    *(("grouped", switches) for switches in SWITCHES),
+    *(("latent", switches) for switches in SWITCHES),
+    ("grouped", {"rope_scaling": YARN}),
+    ("grouped", {"rope_scaling": LLAMA3}),
+]
+
+
+@pytest.mark.parametrize(("attention", "switches"), CASES, ids=lambda x: x if isinstance(x, str) else "+".join(x))
+def test_logits_loss_and_gradients(reference, draft_tools, attention, switches):
+    network = draft_tools.make_network(**(draft_tools.LATENT if attention == "latent" else {}), **switches)
     teacher, conversations = draft_tools.make_teacher(network), draft_tools.make_conversations()
     logits, masks, hits, steps, loss, gradients = reference_run(reference, draft_tools, network, teacher, conversations)
     batch = collate(conversations, NUM_STEPS)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig
+from transformers import AutoConfig, DeepseekV3Config, LlamaConfig
 
+from slipstream.engine.deepseek_config import Latent
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft, read_tensors, save_draft, to_tensors
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
-from slipstream.engine.drafts.eagle3.hf_config import DraftRecord, read_config, read_record
+from slipstream.engine.drafts.eagle3.hf_config import DraftRecord, engine_ids, read_config, read_record
 from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
@@ -59,6 +61,31 @@ FILE = {
 }
 
 
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+LATENT = {
+    "num_kv_heads": 4,
+    "head_dim": 10,
+    "rope_scaling": YARN,
+    "latent": Latent(12, 8, 6, 4, 5, 10**-0.5 * (0.1 * math.log(4) + 1) ** 2),
+}
+LATENT_FILE = {
+    **{name: shape for name, shape in FILE.items() if "self_attn" not in name},
+    "midlayer.self_attn.q_a_proj.weight": [12, 2 * H],
+    "midlayer.self_attn.q_a_layernorm.weight": [12],
+    "midlayer.self_attn.q_b_proj.weight": [40, 12],
+    "midlayer.self_attn.kv_a_proj_with_mqa.weight": [12, 2 * H],
+    "midlayer.self_attn.kv_a_layernorm.weight": [8],
+    "midlayer.self_attn.kv_b_proj.weight": [44, 8],
+    "midlayer.self_attn.o_proj.weight": [H, 20],
+}
+
+
 def make_network(config: Eagle3Config = CONFIG, dtype: torch.dtype = torch.bfloat16) -> Eagle3Network:
     network = Eagle3Network(config, dtype)
     generator = torch.Generator().manual_seed(3)
@@ -80,7 +107,7 @@ def draft_step(network: Eagle3Network) -> torch.Tensor:
             torch.arange(4),
             network.fuse(features),
             torch.arange(4),
-            lambda q, k, v: q + k.repeat_interleave(group, -2) * v.repeat_interleave(group, -2),
+            lambda q, k, v: (q + k.repeat_interleave(group, -2))[..., : v.shape[-1]] * v.repeat_interleave(group, -2),
         )
         return network.logits(network.feedback(state))
 
@@ -92,6 +119,8 @@ SWITCHES = [
     {"norm_before_residual": True},
     {"draft_vocab_size": V},
     {"slots": (1, 4)},
+    LATENT,
+    {**LATENT, "draft_vocab_size": V, "fc_norm": True, "norm_output": True},
 ]
 
 
@@ -140,6 +169,42 @@ def test_names_shapes_and_dtypes_are_those_of_the_table(tmp_path):
     assert (dtypes.pop("d2t"), dtypes.pop("t2d")) == (torch.int64, torch.bool)
     assert set(dtypes.values()) == {torch.bfloat16}
     assert torch.equal(tensors["t2d"].nonzero().squeeze(1), tensors["d2t"] + torch.arange(VD))
+
+
+def test_latent_attention_has_the_names_and_shapes_that_others_write(tmp_path):
+    save_draft(tmp_path, make_network(dataclasses.replace(CONFIG, **LATENT)), RECORD)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == LATENT_FILE
+    value = json.loads((tmp_path / "config.json").read_text())
+    assert value["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(theirs, DeepseekV3Config)
+    assert (theirs.q_lora_rank, theirs.kv_lora_rank, theirs.qk_nope_head_dim, theirs.v_head_dim) == (12, 8, 6, 5)
+    assert theirs.rope_parameters["factor"] == 4.0
+    assert theirs.rope_parameters["rope_theta"] == CONFIG.rope_theta
+
+
+def test_rope_rows_lie_in_pairs_in_the_file_and_in_halves_in_the_network(draft_tools):
+    network = make_network(dataclasses.replace(CONFIG, **LATENT), torch.float32)
+    tensors = to_tensors(network)
+    expected = draft_tools.hf_tensors(network)
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+    own = network.midlayer.self_attn.q_b_proj.weight.data
+    assert not torch.equal(tensors["midlayer.self_attn.q_b_proj.weight"], own)
+
+
+@pytest.mark.parametrize(
+    ("switches", "cannot"),
+    [
+        ({}, []),
+        ({"fc_norm": True, "norm_output": True}, []),
+        ({"norm_before_residual": True}, ["sglang"]),
+        ({"norm_before_fc": True}, ["sglang", "vllm"]),
+    ],
+)
+def test_what_other_engines_have_of_a_latent_draft(switches, cannot):
+    ids = engine_ids(dataclasses.replace(CONFIG, **LATENT, **switches), Family.KIMI_K25)
+    assert sorted(engine.value for engine, found in ids.items() if isinstance(found, str)) == cannot
 
 
 def test_norms_before_fc_have_the_names_of_the_table():
