@@ -70,8 +70,8 @@ class LatentAttention(nn.Module):
 
     Over a paged cache, decode and verify are absorbed: queries go to the latents, which are keys and values of all
     heads. On a CPU prompts expand the latents to keys and values of each head, which is less work for many rows; the
-    two round differently. On a card prompts are absorbed, too, and a target's `kv_b_proj` is not kept: a captured launch
-    has no room for keys and values of a whole block table. Any other context (training) gets expanded keys and values.
+    two round differently. On a card prompts are absorbed, too (a captured launch has no room for keys and values of a
+    whole block table), and a target's `kv_b_proj` is not kept. Any other context, as in training, gets keys and values.
 
     Args:
         input_size: width of what is projected; the target's stream, or the draft's [embedding; feature].
