@@ -132,14 +132,8 @@ def _workspace(target: ModelConfig, engine: EngineConfig, ranks: int, rows: int)
     if target.experts is not None:
         e = target.experts
         widest = max(widest, rows * e.per_token * (h * 4 + 3 * -(-e.width // ranks) * 2))
-    expanded = 0
-    if target.latent is not None:  # keys and values of a rank's heads, from the latents of a whole prompt
-        c = target.latent
-        expanded = (
-            engine.max_context_tokens * -(-target.num_heads // ranks) * (c.nope_dim + c.value_dim + c.rope_dim) * 2
-        )
     logits = engine.max_running_requests * (engine.num_steps + 1) * target.vocab_size * 4
-    return stream + widest + expanded + logits
+    return stream + widest + logits
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

@@ -73,8 +73,7 @@ def _attention(target: ModelConfig, ranks: int) -> Iterator[Weights]:
     whole = h * (c.q_rank + c.cell) + c.q_rank + c.kv_rank  # every rank makes the latents itself
     yield Weights("latents", layers * whole)
     yield Weights("attention", layers * heads * (c.q_rank * (c.nope_dim + c.rope_dim) + c.value_dim * h), int4=int4)
-    # Once for prompts, once by heads for rows that go to the latents.
-    yield Weights("up-projections", layers * heads * (c.nope_dim + c.value_dim) * c.kv_rank, copies=2)
+    yield Weights("up-projections", layers * heads * (c.nope_dim + c.value_dim) * c.kv_rank)
 
 
 def weight_bytes(weights: Weights, target: ModelConfig, size: int) -> int:

@@ -15,7 +15,7 @@ from slipstream.engine.quantization import Quantization
 from slipstream.engine.streamed_load import CheckpointNames, units_of
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 from slipstream.kernels.expert_mlp import ExpertWeights
-from slipstream.kernels.int4 import arranged
+from slipstream.kernels.int4 import BLOCK, Int4Weight, arranged
 
 _SPREAD = 4.6  # deviation of integers -8..7
 
@@ -74,7 +74,8 @@ def random_deepseek(
 ) -> DeepseekModel:
     """A target of these sizes, ready to serve: weights as wide as keeps states their size, INT4 uniform, norms 1.
 
-    Rows choose different experts: the router is random. Memory is taken as a loader takes it, layer by layer.
+    Rows choose different experts: the router is random. Memory is taken as a loader takes it, layer by layer. Of
+    several ranks each makes the whole of a layer and keeps its part, so that together they hold the model of one rank.
     """
     prepare_expert_kernels(config, dtype, device)
     with torch.device(device), unallocated():
@@ -83,7 +84,7 @@ def random_deepseek(
     for unit in units_of(model, CheckpointNames.of(config), config.quantization):
         ready = unit.on(device)
         for name, shard in replace(ready, readers=()).shards().items():
-            _fill(name, shard, generator)
+            fill(name, shard, generator)
         for reader in ready.readers:
             _fill_experts(reader, generator)
     model.prepare()
@@ -95,19 +96,48 @@ def _fill_experts(reader: Reader, generator: torch.Generator) -> None:
     """All experts of a layer at once: in any order of words and scales they are as random."""
     if not isinstance(reader, Int4ExpertsReader):
         raise ValueError(f"{type(reader).__name__}: expected no INT4 weights but routed experts")
-    for (packed, scale), part in ((reader.gate_up, "gate_proj"), (reader.down, "down_proj")):
-        packed.random_(-(2**31), 2**31, generator=generator)
-        features = reader.parts[f"0.{part}.weight"].shape[1]  # of all ranks
-        scale.uniform_(0.5, 1.5, generator=generator).mul_(features**-0.5 / _SPREAD)
-    layer = reader.layer
-    layer.int4 = ExpertWeights(arranged(*reader.gate_up, layer.cut.size), arranged(*reader.down), layer.num)
+    layer, cut, group = reader.layer, reader.layer.cut, reader.group
+    hidden, width = reader.parts["0.down_proj.weight"].shape  # of all ranks
+    gate_up = _random_stack(*reader.gate_up, (layer.num * 2 * width, hidden), width, group, generator)
+    down = _random_stack(*reader.down, (layer.num * hidden, width), 16, group, generator)
+    if cut.size < width:
+        blocks = slice(cut.start // 16, cut.stop // 16)  # of an expert: 16 gate rows and 16 up rows each
+        words, scales = (
+            x.unflatten(0, (layer.num, -1))[:, blocks].flatten(0, 1) for x in (gate_up.words, gate_up.scales)
+        )
+        gate_up = Int4Weight(words, scales, layer.num * 2 * cut.size, cut.size)
+        words = down.words[:, cut.start // BLOCK : cut.stop // BLOCK].contiguous()
+        scales = down.scales[:, cut.start // group : cut.stop // group].contiguous()
+        down = Int4Weight(words, scales, down.num_rows, down.half)
+    layer.int4 = ExpertWeights(gate_up, down, layer.num)
 
 
-def _fill(name: str, shard: Shard, generator: torch.Generator) -> None:
+def _random_stack(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    shape: tuple[int, int],
+    half: int,
+    group: int,
+    generator: torch.Generator,
+) -> Int4Weight:
+    """A whole weight of this shape, in the memory of `packed` and `scale` where they are of it."""
+    rows, columns = shape
+    if packed.shape != (rows, columns // 8):
+        packed, scale = packed.new_empty(rows, columns // 8), scale.new_empty(rows, columns // group)
+    packed.random_(-(2**31), 2**31, generator=generator)
+    scale.uniform_(0.5, 1.5, generator=generator).mul_(columns**-0.5 / _SPREAD)
+    return arranged(packed, scale, half)
+
+
+def fill(name: str, shard: Shard, generator: torch.Generator) -> None:
+    """Fills this rank's part of a random tensor, of which every rank that asks in the same order makes the whole."""
     view, features = shard.view, shard.shape[-1]
+    whole = view if view.shape == shard.shape else view.new_empty(shard.shape)
     if name.endswith("norm.weight"):
-        view.fill_(1.0)
+        whole.fill_(1.0)
     elif name.endswith("e_score_correction_bias"):
-        view.normal_(0.0, 0.02, generator=generator)
+        whole.normal_(0.0, 0.02, generator=generator)
     else:
-        view.normal_(0.0, 1.0 if "embed_tokens" in name else features**-0.5, generator=generator)
+        whole.normal_(0.0, 1.0 if "embed_tokens" in name else features**-0.5, generator=generator)
+    if whole is not view:
+        view.copy_(shard.take(whole))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.engine.bench.random_deepseek import kimi_k25, random_deepseek
+from slipstream.engine.bench.random_deepseek import kimi_k25, kimi_k25_rank, random_deepseek
 from slipstream.engine.capture import slot_name
 from slipstream.engine.layers.linear import unallocated
 from slipstream.engine.loader import load_target
@@ -16,6 +16,16 @@ from slipstream.engine.runner import capture_states
 from slipstream.engine.streamed_load import CheckpointNames, units_of
 from slipstream.engine.tensor_parallel import TensorParallel
 
+_PUBLISHED = kimi_k25()
+SMALL = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "num_kv_heads": 2,
+    "latent": replace(_PUBLISHED.latent, q_rank=64, kv_rank=32),
+    "experts": replace(_PUBLISHED.experts, num=16, width=128),
+}
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
 
 
@@ -69,3 +79,21 @@ def test_a_random_model_has_the_tensors_of_a_loaded_one_and_runs(kimi, tiny, tmp
     chosen = model.layers[3].mlp.gate(model.layers[3].post_attention_layernorm(states["slot_3"])).ids
     assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 30
     assert len(chosen.unique()) == 16
+
+
+def test_ranks_hold_parts_of_one_model():
+    config = replace(kimi_k25_rank(1, 2, 64), **SMALL)
+    whole = random_deepseek(config, "cpu", torch.float32)
+    width = config.experts.width
+    for rank in range(2):
+        part = random_deepseek(config, "cpu", torch.float32, TensorParallel(rank, 2, object()))
+        rows = slice(rank * width // 2, (rank + 1) * width // 2)
+        for expert in (0, 9):
+            gate_up, down = whole.layers[1].mlp.experts.weights.expert(expert)
+            ours, of_down = part.layers[1].mlp.experts.weights.expert(expert)
+            assert torch.equal(ours, gate_up.unflatten(0, (2, -1))[:, rows].flatten(0, 1))
+            assert torch.equal(of_down, down[:, rows])
+        heads = slice(rank, rank + 1)
+        assert torch.equal(part.layers[0].self_attn.key_up, whole.layers[0].self_attn.key_up[heads])
+        assert torch.equal(part.layers[1].mlp.gate.weight, whole.layers[1].mlp.gate.weight)
+        assert torch.equal(part.embed_tokens.weight, whole.embed_tokens.weight.chunk(2)[rank])

@@ -46,7 +46,8 @@ def test_weights_are_those_that_loading_allocates(kimi: ModuleType, tmp_path: Pa
     parallel = TensorParallel(0, ranks, group=None if ranks == 1 else object())
     model = load_target(tmp_path, torch.bfloat16, parallel=parallel)
     table = next(buffer for name, buffer in model.named_buffers() if name == "rotary.table")
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not table}
+    kept = [t for name, t in model.named_parameters() if "kv_b_proj" not in name]  # a card keeps its halves alone
+    tensors = {t.data_ptr(): t.nbytes for t in (*kept, *model.buffers()) if t is not table}
     for module in model.modules():
         stacks = getattr(module, "int4", None)
         for stack in () if stacks is None else (stacks.gate_up, stacks.down):
@@ -77,7 +78,7 @@ def test_draft_parameters_are_those_of_its_network(tmp_path: Path, attention: st
     assert config.head_dim == 128 if attention == "grouped" else 192
 
 
-@pytest.mark.parametrize(("name", "weights"), [(H200, 76.3), (RTX, 76.3), (DEEPSEEK, 52.3)])
+@pytest.mark.parametrize(("name", "weights"), [(H200, 76.2), (RTX, 76.2), (DEEPSEEK, 52.1)])
 def test_shipped_files_fit(tmp_path: Path, name: str, weights: float) -> None:
     found = plan(name, tmp_path=tmp_path)
     assert [str(error) for error in found.errors] == []
@@ -98,7 +99,7 @@ def test_kimi_by_hand(tmp_path: Path) -> None:
     assert derived.target_parameters(found.facts.target) == pytest.approx(1.026e12, rel=0.002)  # "1T"
     parts = {part.what: part.bytes for part in memory(found).parts}
     assert parts["routed experts"] == 60 * 384 * 3 * 7168 * 2048 * 9 // 16 // 8
-    layer = 7168 * (1536 + 576) + 8 * (192 * 1536 + 128 * 7168 + 2 * 256 * 512)
+    layer = 7168 * (1536 + 576) + 8 * (192 * 1536 + 128 * 7168 + 256 * 512)
     mixed = 384 * 7168 + 3 * 7168 * 256
     others = 61 * layer + 60 * mixed + 3 * 7168 * 2304 + 2 * 20480 * 7168
     assert parts["other weights"] == pytest.approx(2 * others, rel=1e-3)
