@@ -62,8 +62,10 @@ def loss_and_gradients(draft_tools, device, dtype=torch.float32, **switches):
     return result, {n: p.grad.float().cpu() for n, p in network.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.parametrize("attention", ["grouped", "latent"])
 @pytest.mark.parametrize("switches", [{}, {"fc_norm": True, "norm_output": True}], ids=["plain", "switched"])
-def test_a_step_in_fp32_is_the_cpus(draft_tools, switches):
+def test_a_step_in_fp32_is_the_cpus(draft_tools, attention, switches):
+    switches = switches | (draft_tools.LATENT if attention == "latent" else {})
     ours, gradients = loss_and_gradients(draft_tools, DEVICE, **switches)
     theirs, expected = loss_and_gradients(draft_tools, torch.device("cpu"), **switches)
     torch.testing.assert_close(ours.total.cpu(), theirs.total, rtol=1e-5, atol=1e-6)
