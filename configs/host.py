@@ -96,6 +96,13 @@ class Host(Section):
         default=None,
         description="Memory bandwidth of each of its GPUs, in TB/s: gives the least time of a step; null: not told.",
     )
+    plain_tokens_per_second: PositiveFloat | None = Field(
+        default=None,
+        description=(
+            "What one stream was measured to get there without speculation, from whatever engine: the plan shows it "
+            "beside its own forecast; null: not told."
+        ),
+    )
     threads: PositiveInt | None = Field(
         default=None, description="CPU threads of torch; null is one for each available core."
     )

@@ -10,11 +10,10 @@ import psutil
 
 from slipstream.configs.load import Loaded, known_fields, load
 from slipstream.engine.capture import slot_name
-from slipstream.engine.deepseek_config import WRAPPER
 from slipstream.engine.engine_versions import Engine
 from slipstream.engine.errors import SlipstreamError
+from slipstream.flows.plan_forecast import expected_rows, floor_rows, memory_rows
 from slipstream.tasks import derived
-from slipstream.tasks.byte_floor import PUBLISHED, best_at_floor, floors
 from slipstream.tasks.checks import Facts, Finding, find, gather
 from slipstream.tasks.checks_machine import disk_needed, existing_parent
 from slipstream.tasks.estimates import Cost, Tokens, costs, count_tokens
@@ -22,7 +21,6 @@ from slipstream.tasks.other_engines.effect import Effect
 from slipstream.tasks.other_engines.import_line import import_line, meaning
 from slipstream.tasks.other_engines.launch_facts import asked, draft_step
 from slipstream.tasks.other_engines.sglang_effects import effects
-from slipstream.tasks.rank_memory import GIB, rank_memory
 from slipstream.tasks.registry import all_stages
 from slipstream.tasks.stage import Stage, StageStatus, pipeline_status
 
@@ -280,39 +278,9 @@ def _of_target(plan: Plan) -> list[Derived]:
             f"one layer over {draft.feature_size} features, head of {draft.draft_vocab_size} tokens",
         )
     )
-    return [*rows, *_memory_rows(facts), *_floor_rows(facts)]
-
-
-def _floor_rows(facts: Facts) -> list[Derived]:
-    """The least time of a round of each K, and which K pays at most by acceptance that others have published."""
-    found = floors(facts)
-    rows = [
-        Derived(
-            f"byte floor, K = {floor.num_steps}",
-            f"{floor.step_bytes / 1e9:.2f} GB a step, {floor.round_ms:.2f} ms a round",
-            "weights that a rank reads for one stream, by host.gpu_bandwidth_tb; no sums, caches or gaps",
-        )
-        for floor in found
-    ]
-    if found and facts.target is not None and facts.target.architecture == WRAPPER:
-        for what, length, steps, how in PUBLISHED:
-            best, accepted = best_at_floor(found, length, steps)
-            plain = found[0].tokens_per_second(1.0)
-            gain, tried = best.tokens_per_second(accepted) / plain, f"{best.num_steps} of 0 to {found[-1].num_steps}"
-            words = f"{tried}: {gain:.2f} x K = 0 ({plain:.0f} tokens/s)"
-            rows.append(Derived("best K at the floor", words, f"length {length} of {what} ({how}); an upper bound"))
+    for forecast in (memory_rows, floor_rows, expected_rows):
+        rows += [Derived(*row) for row in forecast(facts)]
     return rows
-
-
-def _memory_rows(facts: Facts) -> list[Derived]:
-    """A rank's memory, part by part, where the deployment says how much its GPUs have."""
-    gib, memory = facts.deployment.host.gpu_memory_gib, rank_memory(facts)
-    if gib is None or memory is None:
-        return []
-    rows = [Derived(f"a rank's {part.what}", f"{part.bytes / 1e9:.2f} GB", part.how) for part in memory.parts]
-    room = gib * GIB / 1e9
-    left = f"{room - memory.total / 1e9:.2f} GB are left of {room:.2f} (host.gpu_memory_gib)"
-    return [*rows, Derived("a rank's memory", f"{memory.total / 1e9:.2f} GB", left)]
 
 
 def _slot_words(slots: Sequence[int]) -> str:

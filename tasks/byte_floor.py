@@ -29,16 +29,33 @@ PUBLISHED = (
         3,
         "its card: a chain of 3, bonus token included; sampling and acceptance rule are not stated there",
     ),
+    (
+        "lightseekorg/kimi-k2.5-eagle3-mla on MT-Bench",
+        2.940,
+        3,
+        "its card: a chain of 3, bonus token included; sampling and acceptance rule are not stated there",
+    ),
+    (
+        "lightseekorg/kimi-k2.5-eagle3-mla on GSM8K",
+        3.017,
+        3,
+        "its card: a chain of 3, bonus token included; sampling and acceptance rule are not stated there",
+    ),
 )
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one stream: bytes of a verify step of K + 1 rows, and milliseconds of the round with its K draft steps."""
+    """Of one stream: bytes and milliseconds of a verify step of K + 1 rows, and those of the round's K draft steps."""
 
     num_steps: int
     step_bytes: int
-    round_ms: float
+    step_ms: float
+    draft_ms: float
+
+    @property
+    def round_ms(self) -> float:
+        return self.step_ms + self.draft_ms
 
     def tokens_per_second(self, accept_length: float) -> float:
         return 1000 * accept_length / self.round_ms
@@ -64,8 +81,8 @@ def draft_step_bytes(draft: Eagle3Config, ranks: int, dtype: str) -> int:
     return (rank_parameters(draft, ranks) - once) * derived.BYTES[dtype]
 
 
-def floors(facts: Facts) -> tuple[Floor, ...]:
-    """K = 0 .. the largest served; empty while shapes or the bandwidth (host.gpu_bandwidth_tb) are not known."""
+def floors(facts: Facts, largest: int | None = None) -> tuple[Floor, ...]:
+    """K = 0 .. `largest`, or the largest served; empty while shapes or host.gpu_bandwidth_tb are not known."""
     deployment, target = facts.deployment, facts.target
     bandwidth, server, speculation = deployment.host.gpu_bandwidth_tb, deployment.server, deployment.speculation
     if bandwidth is None or target is None or not facts.slots or server.engine != "slipstream":
@@ -74,14 +91,15 @@ def floors(facts: Facts) -> tuple[Floor, ...]:
         draft = derived.draft_config(deployment, target, facts.slots)
     except SlipstreamError:
         return ()  # a check of its own says why
-    largest = speculation.max_num_steps if speculation.num_steps == "auto" else speculation.num_steps
+    served = speculation.max_num_steps if speculation.num_steps == "auto" else speculation.num_steps
+    largest = served if largest is None else largest
     ranks, size = server.tensor_parallel_size, derived.BYTES[server.dtype]
     made = []
     for steps in range(largest + 1):
         read = step_bytes(target, ranks, steps + 1, server.dtype)
         fused = draft.feature_size * draft.hidden_size * size if steps else 0
         drafts = fused + steps * draft_step_bytes(draft, ranks, server.dtype)
-        made.append(Floor(steps, read, (read + drafts) / bandwidth / 1e9))
+        made.append(Floor(steps, read, read / bandwidth / 1e9, drafts / bandwidth / 1e9))
     return tuple(made)
 
 

@@ -20,9 +20,11 @@ def rank_parameters(draft: Eagle3Config, ranks: int) -> int:
     return layer_and_fc(draft, ranks) + tables * draft.hidden_size
 
 
-def absorbed_parameters(draft: Eagle3Config, ranks: int) -> int:
-    """What it holds beside them: the up-projections of latents once more, by heads. They are made, not read."""
-    return _up_projections(draft, ranks) if draft.latent is not None else 0
+def held_parameters(draft: Eagle3Config, ranks: int) -> int:
+    """What it holds of them: no embedding, which is the target's own, and the up-projections of latents twice."""
+    embedding = _part(draft.vocab_size, ranks) * draft.hidden_size
+    twice = _up_projections(draft, ranks) if draft.latent is not None else 0
+    return rank_parameters(draft, ranks) - embedding + twice
 
 
 def cell_numbers(draft: Eagle3Config, ranks: int) -> int:

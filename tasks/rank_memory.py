@@ -13,7 +13,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.model_config import ModelConfig
 from slipstream.tasks import derived
 from slipstream.tasks.contradictions import Check, Finding
-from slipstream.tasks.draft_weights import absorbed_parameters, rank_parameters
+from slipstream.tasks.draft_weights import held_parameters
 from slipstream.tasks.facts import Facts
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
@@ -83,7 +83,7 @@ def _memory(target: ModelConfig, draft: Eagle3Config | None, engine: EngineConfi
         parts.append(
             Part(
                 "draft",
-                (rank_parameters(draft, ranks) + absorbed_parameters(draft, ranks)) * size,
+                held_parameters(draft, ranks) * size,
                 f"fc{'' if draft.latent is None else ' and latents'} on every rank, the rest over {ranks}",
             )
         )
@@ -91,7 +91,8 @@ def _memory(target: ModelConfig, draft: Eagle3Config | None, engine: EngineConfi
     parts.append(Part("KV cache", tokens * cell, f"{tokens:,} tokens x {cell:,} bytes{each}"))
     if draft is not None:
         parts.append(Part("draft's KV cache", tokens * draft_cell, f"{tokens:,} tokens x {draft_cell:,} bytes"))
-    parts.append(Part("rotary table", rotary_bytes(target, size), f"{target.max_position:,} positions"))
+    own = 0 if draft is None else 2 * draft.max_position * draft.rope_dim * size
+    parts.append(Part("rotary tables", rotary_bytes(target, size) + own, f"{target.max_position:,} positions"))
     rounds = len(engine.batch_buckets) * (2 if draft is not None else 1)
     parts.append(Part("graphs", rounds * GRAPH_BYTES, f"estimate: {rounds} captured rounds"))
     rows = max(MOST_PREFILL_ROWS, engine.prefill_chunk_tokens)

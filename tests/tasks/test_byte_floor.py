@@ -31,13 +31,13 @@ def test_rounds_of_the_shipped_files(tmp_path: Path) -> None:
     rtx = plan("kimi-k2.5-8xrtxpro6000", tmp_path)
     assert floors(rtx.facts)[0].round_ms == pytest.approx(6.03 / 1.79, rel=0.01)  # 11.1 ms in the incident
     names = [row.name for row in derived_values(rtx)]
-    assert names.count("best K at the floor") == 2
+    assert names.count("best K at the floor") == 4
     assert "byte floor, K = 2" in names
     assert floors(plan("kimi-k2.5-8xh200", tmp_path, "host.gpu_bandwidth_tb=null").facts) == ()
 
 
 def test_best_k() -> None:
-    found = tuple(Floor(k, 0, 1.0 + 0.4 * k) for k in range(5))
+    found = tuple(Floor(k, 0, 1.0, 0.4 * k) for k in range(5))
     best, length = best_at_floor(found, 1.0 + 0.5 + 0.25 + 0.125, 3)  # half of the drafts accepted, each time
     assert best.num_steps == 1  # 1.5 / 1.4, against 1 / 1 and 1.75 / 1.8
     assert length == pytest.approx(1.5)

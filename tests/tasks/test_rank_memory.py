@@ -1,6 +1,7 @@
 """A rank's memory from shapes alone: against what loading allocates, in shipped files, and where it does not fit."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,18 +10,24 @@ import pytest
 import torch
 
 from slipstream.configs.load import load
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft, save_draft
+from slipstream.engine.drafts.eagle3.hf_config import DraftRecord
+from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
+from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.flows.plan import Plan, derived_values, make_plan
 from slipstream.tasks import derived
-from slipstream.tasks.draft_weights import rank_parameters
+from slipstream.tasks.draft_weights import held_parameters, rank_parameters
 from slipstream.tasks.rank_memory import GIB, RankMemory, rank_memory, rotary_bytes
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 H200, RTX, DEEPSEEK = "kimi-k2.5-8xh200", "kimi-k2.5-8xrtxpro6000", "deepseek-v3-8xh200"
+MLA = "kimi-k2.5-mla-8xh200"
+IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,31 @@ def test_draft_parameters_are_those_of_its_network(tmp_path: Path, attention: st
     assert config.head_dim == 128 if attention == "grouped" else 192
 
 
-@pytest.mark.parametrize(("name", "weights"), [(H200, 76.2), (RTX, 76.2), (DEEPSEEK, 52.1)])
+@pytest.mark.parametrize("ranks", [1, 8])
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_loaded_draft_holds_what_the_plan_says(
+    kimi: ModuleType, tiny: ModuleType, tmp_path: Path, latent: bool, ranks: int
+) -> None:
+    """Beside the target, whose embedding it shares."""
+    kimi.synthesise(tmp_path / "target", vocab_size=200)
+    target = load_target(tmp_path / "target", torch.bfloat16)
+    draft = tiny.tiny_draft(
+        target, slots=(0, 2, 4), latent=latent, num_heads=8, **({} if latent else {"num_kv_heads": 8})
+    )
+    record = DraftRecord(TargetIdentity.from_dir(tmp_path / "target"), Family.KIMI_K25, "0" * 64)
+    save_draft(tmp_path / "draft", draft, record)
+    parallel = TensorParallel(0, ranks, group=None if ranks == 1 else object())
+    embedding = target.embed_tokens.weight[: 200 // ranks]
+    network = load_draft(tmp_path / "draft", torch.bfloat16, target_embedding=embedding, parallel=parallel)
+    network.prepare()
+    known = {embedding.data_ptr(), network.rotary.table.data_ptr(), network.d2t.data_ptr()}
+    tensors = {t.data_ptr(): t.nbytes for t in (*network.parameters(), *network.buffers())}
+    held = sum(size for at, size in tensors.items() if at not in known)
+    assert 2 * held_parameters(network.config, ranks) == held
+    assert network.rotary.table.nbytes == 2 * 2 * network.config.max_position * network.config.rope_dim
+
+
+@pytest.mark.parametrize(("name", "weights"), [(H200, 76.2), (MLA, 76.2), (RTX, 76.2), (DEEPSEEK, 52.1)])
 def test_shipped_files_fit(tmp_path: Path, name: str, weights: float) -> None:
     found = plan(name, tmp_path=tmp_path)
     assert [str(error) for error in found.errors] == []
@@ -148,6 +179,45 @@ def test_weights_alone_can_be_too_large(tmp_path: Path) -> None:
 def test_faults_of_the_incident_are_refused(tmp_path: Path, override: str, fault: str) -> None:
     found = [error.fault or error.check for error in plan(RTX, override, tmp_path=tmp_path).errors]
     assert fault in found
+
+
+@pytest.mark.parametrize("name", [H200, MLA, RTX])
+@pytest.mark.parametrize(("ids", "shift"), [({IDS: [1, 29, 57]}, "-1"), ({"eagle_config": {IDS: [3, 31, 59]}}, r"\+1")])
+def test_layer_ids_of_another_convention_are_refused(
+    tmp_path: Path, name: str, ids: dict[str, object], shift: str
+) -> None:
+    """F4, in a draft that lies there; [2, 30, 58] means the slots of these files to both engines."""
+    config = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512, "max_position_embeddings": 262144}
+    draft = tmp_path / "convert" / "draft"
+    draft.mkdir(parents=True)
+    for value, expected in (({"eagle_config": {IDS: [2, 30, 58]}}, []), (ids, ["F4"])):
+        (draft / "config.json").write_text(json.dumps(config | value))
+        errors = plan(name, tmp_path=tmp_path).errors
+        assert [error.fault for error in errors] == expected
+        assert all(re.search(f"each off by {shift}", error.found) for error in errors)
+
+
+def test_a_draft_of_latents_keeps_one_on_every_rank(tmp_path: Path) -> None:
+    """In the shape of the published head, whose makers give it 1.8 billion parameters."""
+    found = plan(MLA, tmp_path=tmp_path)
+    parts = {part.what: part.bytes for part in memory(found).parts}
+    tokens = 16 * (1 + 16 * -(-(32768 + 4) // 16))
+    assert parts["draft's KV cache"] == tokens * 576 * 2
+    assert found.facts.target is not None
+    assert found.facts.slots is not None
+    draft = derived.draft_config(found.facts.deployment, found.facts.target, found.facts.slots)
+    assert derived.trained_parameters(draft) == pytest.approx(1.8e9, rel=0.03)
+    told = {row.name: row.value for row in derived_values(found)}
+    assert told["KV cache"] == "70272 bytes a token, draft 1152"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [("draft.num_kv_heads=8", "no KV heads to count"), ("draft.norm_before_fc=true", "at most one kind of norm")],
+)
+def test_what_a_draft_of_latents_cannot_be(tmp_path: Path, override: str, words: str) -> None:
+    (error,) = plan(MLA, "draft.fc_norm=true", override, tmp_path=tmp_path).errors
+    assert words in error.expected
 
 
 def test_nccl_values_are_told_as_unmeasured_and_reach_the_ranks(tmp_path: Path) -> None:

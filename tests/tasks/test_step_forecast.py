@@ -1,0 +1,75 @@
+"""What a step is expected to take, against figures worked out apart, and the K that pays by published acceptance."""
+
+from pathlib import Path
+
+import pytest
+
+from slipstream.flows.plan import Plan, derived_values, make_plan
+from slipstream.tasks.step_forecast import CURVES, MEASURED, Expected, MeasuredSteps, best_expected, expected_rounds
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def plan(name: str, tmp_path: Path, *overrides: str) -> Plan:
+    return make_plan(CONFIGS / f"{name}.yaml", overrides, workdir=tmp_path, environ={}, stages=())
+
+
+def rows(found: Plan) -> list[tuple[str, str, str]]:
+    return [(row.name, row.value, row.how) for row in derived_values(found)]
+
+
+def test_between_measured_rows() -> None:
+    steps = MeasuredSteps("x", {1: (1.0, 4.0), 3: (2.0, 4.0)})
+    assert [steps.beyond(n) for n in (1, 2, 3)] == [3.0, 2.5, 2.0]
+    assert [steps.efficiency(n) for n in (1, 2, 3)] == [0.25, 0.375, 0.5]
+
+
+def test_where_it_was_measured_the_measured_step_is_expected(tmp_path: Path) -> None:
+    """On the H200 both readings are what was measured there, but for the floor's own rounding."""
+    found = expected_rounds(plan("kimi-k2.5-8xh200", tmp_path).facts)
+    assert [one.num_steps for one in found] == list(range(9))
+    assert found[0].least_ms == pytest.approx(MEASURED.ms[1][1], rel=0.005)
+    assert found[0].most_ms == pytest.approx(MEASURED.ms[1][1], rel=0.005)
+    drafts = 3 * (found[2].least_ms - found[1].least_ms - (7.525 - 7.35))  # of three, verify's own growth taken off
+    assert found[3].least_ms == pytest.approx(7.70 + drafts, rel=0.03)
+
+
+def test_the_incidents_host_lies_between_the_two_readings(tmp_path: Path) -> None:
+    """6.03 GB at 1.79 TB/s: 3.37 ms. And 5.37 ms more, or 4.84 times as long. It took 11.1 ms."""
+    found = plan("kimi-k2.5-8xrtxpro6000", tmp_path)
+    plain = expected_rounds(found.facts)[0]
+    assert plain.least_ms == pytest.approx(3.37 + 5.37, rel=0.01)
+    assert plain.most_ms == pytest.approx(3.37 * 6.77 / 1.40, rel=0.01)
+    assert plain.least_ms < 1000 / 90 < plain.most_ms
+    told = {name: value for name, value, _ in rows(found)}
+    assert told["measured plain step"] == "90 tokens/s, 11.1 ms a step"
+    assert told["expected plain step"] == "8.7 to 16.3 ms, 61 to 114 tokens/s"
+
+
+def test_best_k_by_hand() -> None:
+    dear, cheap = Expected(1, 1.5, 3.0), Expected(2, 2.0, 3.1)
+    plain = Expected(0, 1.0, 2.0)
+    (best,) = best_expected((plain, dear, cheap), {1: 1.2, 2: 1.3})
+    assert best.num_steps == 0  # 1 / 1 and 1 / 2, against 0.8, 0.4 and 0.65, 0.42
+    assert [one.num_steps for one in best_expected((plain, dear, cheap), {1: 1.8, 2: 2.1})] == [1, 2]
+    assert [one.num_steps for one in best_expected((plain, dear, cheap), {1: 1.8})] == [1]
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5-8xh200", "kimi-k2.5-mla-8xh200", "kimi-k2.5-8xrtxpro6000"])
+def test_every_foreign_curve_tells_its_sampling_and_its_rule(tmp_path: Path, name: str) -> None:
+    told = [(value, how) for row, value, how in rows(plan(name, tmp_path)) if row == "expected best K"]
+    assert len(told) == len(CURVES)
+    for (value, how), curve in zip(told, CURVES, strict=True):
+        assert f"sampling: {curve.sampling}" in how
+        assert f"acceptance: {curve.rule}" in how
+        assert "of 0 to 8" in value
+    at_floor = [how for row, _, how in rows(plan(name, tmp_path)) if row == "best K at the floor"]
+    assert at_floor
+    assert all("sampling and acceptance rule are not stated" in how for how in at_floor)
+
+
+def test_other_targets_and_hosts_are_not_guessed(tmp_path: Path) -> None:
+    names = {row for row, _, _ in rows(plan("deepseek-v3-8xh200", tmp_path))}
+    assert "byte floor, K = 0" in names
+    assert not names & {"expected plain step", "expected best K"}
+    assert expected_rounds(plan("kimi-k2.5-8xh200", tmp_path, "host.gpu_bandwidth_tb=null").facts) == ()
