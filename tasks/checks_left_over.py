@@ -46,9 +46,19 @@ def _slots_by_name(facts: Facts) -> Iterator[Finding]:
 
 
 def _layer_ids(facts: Facts) -> Iterator[Finding]:
-    """The ids in a draft's config.json, each read as its engine reads them, mean the draft's slots."""
-    draft = facts.draft
-    if draft is None or facts.target is None or "convert" in facts.remade:
+    """The ids in a draft's config.json, each read as its engine reads them, mean the draft's slots.
+
+    Of the draft that convert left, and of the one that our own engine is to serve (draft.path).
+    """
+    if facts.draft is not None and "convert" not in facts.remade:
+        yield from _ids_of(facts, facts.draft, f"delete {facts.draft.path.parent} to convert again")
+    if facts.given_draft is not None and facts.deployment.server.engine == "slipstream":
+        yield from _ids_of(facts, facts.given_draft, "name another draft (draft.path)")
+
+
+def _ids_of(facts: Facts, draft: DraftFacts, other: str) -> Iterator[Finding]:
+    """other: what one can do but for writing the right ids."""
+    if facts.target is None:
         return
     meant = tuple(_numbers(draft.slots)) if draft.slots is not None else facts.slots
     if meant is None:
@@ -73,10 +83,7 @@ def _layer_ids(facts: Facts) -> Iterator[Finding]:
             f"{draft.path / 'config.json'}: {place} = {'absent' if ids is None else list(ids)}, "
             f"which {rule.name} reads as slots {list(captured)}{off}",
             f"slots {list(meant)}, which are written {right} there",
-            (
-                f"delete {draft.path.parent} to convert again",
-                f"write {right} there, if the draft was trained on {list(meant)}",
-            ),
+            (other, f"write {right} there, if the draft was trained on {list(meant)}"),
             "F4",
         )
 

@@ -57,7 +57,7 @@ def _serving_slots(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 CHECK,
                 draft.problem,
-                "a Llama-type EAGLE-3 draft: Slipstream's engine has networks of no other kind",
+                "an EAGLE-3 draft of a kind that Slipstream's engine has a network for",
                 ("name another draft (draft.path)", "leave draft.path out: this deployment then trains its own"),
             )
     else:

@@ -186,15 +186,16 @@ def test_faults_of_the_incident_are_refused(tmp_path: Path, override: str, fault
 def test_layer_ids_of_another_convention_are_refused(
     tmp_path: Path, name: str, ids: dict[str, object], shift: str
 ) -> None:
-    """F4, in a draft that lies there; [2, 30, 58] means the slots of these files to both engines."""
+    """F4, in a draft that lies there or is named; [2, 30, 58] means the slots of these files to both engines."""
     config = {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "kv_lora_rank": 512, "max_position_embeddings": 262144}
     draft = tmp_path / "convert" / "draft"
     draft.mkdir(parents=True)
     for value, expected in (({"eagle_config": {IDS: [2, 30, 58]}}, []), (ids, ["F4"])):
         (draft / "config.json").write_text(json.dumps(config | value))
-        errors = plan(name, tmp_path=tmp_path).errors
-        assert [error.fault for error in errors] == expected
-        assert all(re.search(f"each off by {shift}", error.found) for error in errors)
+        elsewhere = {"tmp_path": tmp_path / "elsewhere"}
+        for errors in (plan(name, tmp_path=tmp_path).errors, plan(name, f"draft.path={draft}", **elsewhere).errors):
+            assert [error.fault for error in errors] == expected
+            assert all(re.search(f"each off by {shift}", error.found) for error in errors)
 
 
 def test_a_draft_of_latents_keeps_one_on_every_rank(tmp_path: Path) -> None:

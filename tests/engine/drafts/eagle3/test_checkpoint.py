@@ -194,6 +194,27 @@ def test_rope_rows_lie_in_pairs_in_the_file_and_in_halves_in_the_network(draft_t
 
 
 @pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("kv_b_proj", lambda t: t[:-1], r"misshaped: .*kv_b_proj.weight is \[43, 8\], the config says \[44, 8\]"),
+        ("q_b_proj", lambda t: t[:-1], r"misshaped: .*q_b_proj.weight is \[39, 12\], the config says \[40, 12\]"),
+        ("kv_a_proj_with_mqa", lambda t: t[:, :H], r"misshaped: .*kv_a_proj_with_mqa.weight is \[12, 16\]"),
+        ("q_a_layernorm", lambda _: None, "missing: .*q_a_layernorm.weight"),
+    ],
+)
+def test_tensors_of_latent_attention_that_do_not_fit_are_named(tmp_path, name, change, words):
+    save_draft(tmp_path, make_network(dataclasses.replace(CONFIG, **LATENT)), RECORD)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = change(tensors.pop(f"midlayer.self_attn.{name}.weight"))
+    if tensor is not None:
+        tensors[f"midlayer.self_attn.{name}.weight"] = tensor.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SlipstreamError, match=words) as error:
+        load_draft(tmp_path)
+    assert error.value.fault == "F8"
+
+
+@pytest.mark.parametrize(
     ("switches", "cannot"),
     [
         ({}, []),
