@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from slipstream.engine.capture import slot_name
 from slipstream.engine.models import TargetModel
 from slipstream.engine.trace import RequestTrace
 from slipstream.tasks.agreement_bound import MIN_POSITIONS, STANDARD_ERRORS, allowed_differences
+from slipstream.tasks.reference_model import reference_model
 
 BF16_ULPS_OF_A_TIE = 2
 # Of a slot's own size. Where all other states are far larger, as beside the embedding, no share of theirs is a bound.
@@ -60,8 +61,7 @@ class TargetReference:
         final_norm.register_forward_pre_hook(lambda _module, args: self._last.append(args[0]))
 
     def _load(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
-        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
-        return cast(PreTrainedModel, model.eval().to(self._device))
+        return cast(PreTrainedModel, reference_model(model_dir, dtype).to(self._device))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def run(self, token_ids: Sequence[int]) -> Reference:
