@@ -10,7 +10,7 @@ import torch
 
 from slipstream.engine.bench.generate import Timing, time_generate
 from slipstream.engine.bench.parts import RoundParts, profile_rounds
-from slipstream.engine.bench.sizes import SIZES, Size, random_draft, random_target
+from slipstream.engine.bench.sizes import SIZES, LatentSize, Size, random_draft, random_target
 from slipstream.engine.config import EngineConfig
 from slipstream.engine.device import Device
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
@@ -118,6 +118,7 @@ def run_cases(
     """
     for name in dict.fromkeys(case.size for case in cases):
         size, of_size = SIZES[name], [case for case in cases if case.size == name]
+        temperature = 1.0 if isinstance(size, LatentSize) else 0.0  # rows go to different experts
         target, draft = random_target(size, device), None
         for num_steps in dict.fromkeys(case.num_steps for case in of_size):
             if num_steps and draft is None:
@@ -135,7 +136,7 @@ def run_cases(
                 Eagle3Proposer(draft, num_steps) if num_steps and draft is not None else None,
             )
             for case in of_k:
-                timing = time_generate(engine, case.batch, **of_timing)
+                timing = time_generate(engine, case.batch, temperature=temperature, **of_timing)
                 profile = profile_rounds(engine, case.batch) if parts else None
                 yield Outcome(case, timing, step_bytes(size, case), ceiling, profile)
             del engine

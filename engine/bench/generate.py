@@ -3,7 +3,7 @@
 import copy
 import statistics
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -41,6 +41,7 @@ class Timing:
         steps: rounds + 1 of one repeat.
         tokens: generated in one repeat, of all requests.
         parts: of the repeats together.
+        prefill_ms: of one repeat, all its prompts together, by the device's clock.
     """
 
     batch: int
@@ -50,10 +51,22 @@ class Timing:
     steps: int
     tokens: int
     parts: Parts
+    prefill_ms: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / (self.ms * 1e-3 * self.steps)
+
+    @property
+    def round_ms(self) -> float:
+        """Milliseconds a round without the prompts: on the device, and between its launches."""
+        return self.parts.draft + self.parts.verify + self.parts.rest
+
+
+def params_of(batch: int, new_tokens: int, temperature: float = 0.0) -> list[SamplingParams]:
+    """Of `batch` requests that answer with exactly `new_tokens` tokens: greedy, or drawn with a seed for each."""
+    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=temperature)
+    return [replace(params, seed=i) for i in range(batch)]
 
 
 def prompts_of(engine: Engine, batch: int, tokens: int) -> list[list[int]]:
@@ -63,11 +76,19 @@ def prompts_of(engine: Engine, batch: int, tokens: int) -> list[list[int]]:
 
 
 def time_generate(
-    engine: Engine, batch: int, prompt_tokens: int = 128, new_tokens: int = 256, repeats: int = REPEATS
+    engine: Engine,
+    batch: int,
+    prompt_tokens: int = 128,
+    new_tokens: int = 256,
+    repeats: int = REPEATS,
+    temperature: float = 0.0,
 ) -> Timing:
-    """Greedy answers of exactly `new_tokens` tokens to `batch` random prompts; the first repeat is thrown away."""
-    prompts = prompts_of(engine, batch, prompt_tokens)
-    params = SamplingParams(max_tokens=new_tokens, ignore_eos=True)
+    """Answers of exactly `new_tokens` tokens to `batch` random prompts; the first repeat is thrown away.
+
+    Greedy answers of random weights run into each other, so that rows become alike: where that counts, as with routed
+    experts, they are drawn at a temperature.
+    """
+    prompts, params = prompts_of(engine, batch, prompt_tokens), params_of(batch, new_tokens, temperature)
     engine.generate(prompts, params)
     seconds, steps, tokens = [], 0, 0
     before = copy.deepcopy(engine.stats)  # its counts by K go on in place
@@ -82,7 +103,8 @@ def time_generate(
     waited = engine.stats.waited_seconds - before.waited_seconds
     parts = _parts(engine.stats, before, sum(seconds) * steps - waited)
     spread = (max(seconds) - min(seconds)) / median
-    return Timing(batch, engine.config.num_steps, median * 1e3, spread, steps, tokens, parts)
+    prefill_ms = (engine.stats.prefill_seconds - before.prefill_seconds) / repeats * 1e3
+    return Timing(batch, engine.config.num_steps, median * 1e3, spread, steps, tokens, parts, prefill_ms)
 
 
 def _parts(after: EngineStats, before: EngineStats, host_seconds: float) -> Parts:

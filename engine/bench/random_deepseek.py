@@ -74,8 +74,10 @@ def random_deepseek(
 ) -> DeepseekModel:
     """A target of these sizes, ready to serve: weights as wide as keeps states their size, INT4 uniform, norms 1.
 
-    Rows choose different experts: the router is random. Memory is taken as a loader takes it, layer by layer. Of
-    several ranks each makes the whole of a layer and keeps its part, so that together they hold the model of one rank.
+    Rows choose different experts: the router is random. Scales have a random sign: the integers -8..7 are -0.5 on
+    average, and weights that are not 0 on average add the same to every feature, layer upon layer, until that is all
+    that rows have. Memory is taken as a loader takes it, layer by layer. Of several ranks each makes the whole of a
+    layer and keeps its part, so that together they hold the model of one rank.
     """
     prepare_expert_kernels(config, dtype, device)
     with torch.device(device), unallocated():
@@ -126,6 +128,7 @@ def _random_stack(
         packed, scale = packed.new_empty(rows, columns // 8), scale.new_empty(rows, columns // group)
     packed.random_(-(2**31), 2**31, generator=generator)
     scale.uniform_(0.5, 1.5, generator=generator).mul_(columns**-0.5 / _SPREAD)
+    scale.mul_(torch.empty_like(scale).bernoulli_(0.5, generator=generator).mul_(2).sub_(1))  # else -0.5 on average
     return arranged(packed, scale, half)
 
 

@@ -1,6 +1,6 @@
 """A slice of Kimi-K2.5 at its real sizes on two cards of one host: real collectives, rounds in one graph. By hand:
 
-    python -P tests/benchmarks/kimi_tp2.py [--size 2] [--layers 12] [--steps 3] [--batches 1,4] [--rehearse]
+    python tests/benchmarks/kimi_tp2.py [--size 2] [--layers 12] [--steps 3] [--batches 1,4] [--rehearse]
 
 First one rank alone (TP=1), then `--size` ranks, of the same random weights: 12 layers are 109 GB on one card, 56 GB on
 each of two. Printed: tokens with an oracle against those without (0 differ), how far slots, logits and draft logits of
@@ -11,7 +11,8 @@ Partial sums are rounded once more each, so where two experts are nearly as good
 weights some row does in every layer. So TP=2 is compared twice: as it routes, and with every row sent to the experts
 that TP=1 chose, which leaves rounding alone.
 
-Rows go to OUT/kimi_tp2.json. `--rehearse` tries the script on the CPU with tiny sizes.
+Answers are drawn at T = 1, so that rows go to different experts. Rows go to OUT/kimi_tp2.json. `--rehearse` tries the
+script on the CPU with tiny sizes.
 """
 
 import argparse
@@ -98,7 +99,6 @@ class Rank:
             max_running_requests=most or max(self.batches),
             max_context_tokens=512,
             prefill_chunk_tokens=PROMPT,
-            prefill_requests=4,
             device=self.device,
             graphs=graphs,
         )
@@ -140,10 +140,9 @@ class Rank:
     def run(self) -> None:
         import torch
 
-        from slipstream.engine.bench.generate import prompts_of, time_generate
+        from slipstream.engine.bench.generate import params_of, prompts_of, time_generate
         from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
         from slipstream.engine.proposer import OracleProposer
-        from slipstream.engine.sampling_params import SamplingParams
 
         kept = Path(self.args.scratch) / "one.pt"
         found = self.states()
@@ -161,22 +160,24 @@ class Rank:
                 say("All sent to the experts of TP=1:")
                 compare(forced, one)
         steps, new = self.args.steps, 12 if self.args.rehearse else NEW
-        params = SamplingParams(max_tokens=new, ignore_eos=True)
         plain = self.engine(0, None)
-        answers = {batch: plain.generate(prompts_of(plain, batch, PROMPT), params) for batch in self.batches}
+        answers = {
+            batch: plain.generate(prompts_of(plain, batch, PROMPT), params_of(batch, new, 1.0))
+            for batch in self.batches
+        }
         for batch in self.batches:
-            self.told("step", batch, 0, time_generate(plain, batch, PROMPT, new, 1))
+            self.told("step", batch, 0, time_generate(plain, batch, PROMPT, new, 1, 1.0))
         recordings = {str(i): [*a.prompt_ids, *a.token_ids] for i, a in enumerate(answers[max(self.batches)])}
         inner, vocabulary = Eagle3Proposer(self.network, steps), self.size.vocab_size
         oracle = OracleProposer(steps, recordings, vocabulary, ACCEPTED[:steps], seed=3, inner=inner)
         engine = self.engine(steps, oracle)
         for batch in self.batches:
-            got = engine.generate(prompts_of(engine, batch, PROMPT), params)
+            got = engine.generate(prompts_of(engine, batch, PROMPT), params_of(batch, new, 1.0))
             pairs = zip(got, answers[batch], strict=True)
             wrong = sum(a != b for x, y in pairs for a, b in zip(x.token_ids, y.token_ids, strict=True))
             if self.tell:
                 say(f"{self.parallel.size} ranks, batch {batch}: {wrong} of {batch * new} tokens differ at K = {steps}")
-            self.told("round", batch, steps, time_generate(engine, batch, PROMPT, new, 1))
+            self.told("round", batch, steps, time_generate(engine, batch, PROMPT, new, 1, 1.0))
         if self.tell:
             counts = engine.stats.acceptance[steps].histogram
             behind = f"compiled and captured behind ready: {engine.compiles_after_ready}, {engine.captures_after_ready}"
@@ -191,11 +192,21 @@ class Rank:
         p, floor = timing.parts, self.size.step_bytes(0, batch * (num_steps + 1)) / 4.3e9 / self.parallel.size
         where = f"draft {p.draft:.3f}, verify {p.verify:.3f}, rest {p.rest:.3f}, host {p.host:.3f}"
         say(
-            f"{self.parallel.size} ranks, {case} batch {batch} K={num_steps}: {timing.ms:.3f} ms ({where}), "
+            f"{self.parallel.size} ranks, {case} batch {batch} K={num_steps}: {timing.round_ms:.3f} ms "
+            f"({where}; {timing.ms:.3f} with prompts), "
             f"{timing.tokens_per_second:.0f} tok/s; a rank's share of the target's bytes takes {floor:.2f}"
         )
         name = f"kimi-{self.size.num_layers}-layers-{case}"
-        keep({"case": name, "batch": batch, "K": num_steps, "tp": self.parallel.size, "value": timing.ms, "unit": "ms"})
+        keep(
+            {
+                "case": name,
+                "batch": batch,
+                "K": num_steps,
+                "tp": self.parallel.size,
+                "value": timing.round_ms,
+                "unit": "ms",
+            }
+        )
 
     def exchanges(self) -> None:
         """All-reduce + add + the sums of squares of the next norm."""
@@ -235,14 +246,17 @@ class Routed:
         routers = [module for module in target.modules() if isinstance(module, Router)]
         self.hooks = [router.register_forward_hook(self._note) for router in routers]
 
-    def _note(self, _module: Any, _inputs: Any, choice: Any) -> Any:
+    def _note(self, _module: Any, _inputs: Any, result: Any) -> Any:
+        from chosen_experts import choice_of, with_choice
+
         from slipstream.kernels.choose_experts import Choice
 
-        self.made.append((choice.ids.cpu(), choice.gates.cpu()))
-        if not self.choices or len(self.choices[0][0]) != len(choice.ids):
+        own = choice_of(result)
+        self.made.append((own.ids.cpu(), own.gates.cpu()))
+        if not self.choices or len(self.choices[0][0]) != len(own.ids):
             return None
         ids, gates = self.choices.pop(0)
-        return Choice(ids.to(self.device), gates.to(self.device))
+        return with_choice(result, Choice(ids.to(self.device), gates.to(self.device)))
 
     def stop(self) -> None:
         for hook in self.hooks:
@@ -281,7 +295,7 @@ def keep(one: dict[str, Any]) -> None:
     if "OUT" in os.environ:
         path = Path(os.environ["OUT"], "kimi_tp2.json")
         rows = json.loads(path.read_text()) if path.is_file() else []
-        origin = {"goal": None, "commit": head_commit(), "command": "python -P tests/benchmarks/kimi_tp2.py"}
+        origin = {"goal": None, "commit": head_commit(), "command": "python tests/benchmarks/kimi_tp2.py"}
         path.write_text("[\n" + ",\n".join(json.dumps(row) for row in [*rows, one | origin]) + "\n]\n")
 
 
@@ -303,10 +317,14 @@ def sizes(args: argparse.Namespace) -> Any:
     return LatentSize.of(f"{args.layers} layers", replace(c, bos_token_id=0, eos_token_ids=()))
 
 
+def seconds_of(ranks: int, rehearse: bool) -> float:
+    """That so many ranks may take; a rehearsal shares its cores with whatever else runs there."""
+    return SECONDS[min(2, ranks)] * (8 if rehearse else 1)
+
+
 def work(args: argparse.Namespace) -> None:
     """A rank: joins the others, runs, ends without waiting for anybody."""
-    faulthandler.dump_traceback_later(SECONDS[min(2, args.ranks)] - 3)
-    sys.path.append(str(Path(__file__).parent))
+    faulthandler.dump_traceback_later(seconds_of(args.ranks, args.rehearse) - 3)
     import torch
 
     from slipstream.engine.card_group import carrier_name, join_cards
@@ -341,7 +359,6 @@ def run_ranks(count: int, words: list[str], scratch: str) -> None:
     store, began = make_store(), time.monotonic()
     command = [
         sys.executable,
-        "-P",
         __file__,
         *words,
         "--store",
@@ -354,7 +371,7 @@ def run_ranks(count: int, words: list[str], scratch: str) -> None:
     processes = [subprocess.Popen([*command, "--rank", str(rank)], pass_fds=[store]) for rank in range(count)]
     os.close(store)
     while any(process.poll() is None for process in processes):
-        late = time.monotonic() - began > SECONDS[min(2, count)]
+        late = time.monotonic() - began > seconds_of(count, "--rehearse" in words)
         if late or any(process.poll() for process in processes):
             time.sleep(0 if late else 5)  # whoever failed has said why; the others wait for it
             for process in processes:

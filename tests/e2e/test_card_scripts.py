@@ -68,3 +68,32 @@ def test_a_difference_that_must_not_be_is_a_failure(wiring, tiny_models, capsys,
     arguments = ["--target", str(tiny_models.target), "--draft", str(tiny_models.draft), "--tokens", "10"]
     assert wiring.main([*arguments, "--num-steps", "2", "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+ATTENTION = "{} skinny_0 _write_latent_kernel _head_linear_kernel _chunks _combine _head_linear_kernel {} "
+KERNELS = {
+    "few rows": ATTENTION.format("bulk_0", "bulk_2")
+    + "_rms_norm_kernel route_rows bulk_1 skinny_1 experts_gate_up_1 experts_down_1 _all_reduce_kernel",
+    "many rows": ATTENTION.format("order_1 wide_0", "order_1 wide_2")
+    + "_rms_norm_kernel route_rows skinny_2 skinny_0 experts_gate_up_1 experts_down_1 _all_reduce_kernel",
+    "ranks": ATTENTION.format("bulk_0", "bulk_2 _all_reduce_kernel")
+    + "gate_rows choose_rows experts_stream _all_reduce_kernel",
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_of_a_layer_are_found_by_their_names(load_test_module, name):
+    """Every weight is read by one of them, none twice; an unknown kernel keeps its own name."""
+    table = load_test_module(BENCHMARKS / "kimi_layer.py")
+    kernels = KERNELS[name].split()
+    spans = table.rounds_in(table.rehearsed(kernels, 5))[0]
+    layers = table.layers_in([span[2] for span in spans])
+    assert len(layers) == 5
+    assert all([spans[place][2] for place in layer] == kernels for layer in layers)
+    parts = table.parts_of(kernels)
+    reads = sorted(one for _, read in parts for one in read)
+    assert reads == sorted({"latents", "queries", "key_up", "value_up", "cache", "o"} | {
+        "router", "shared_up", "shared_down", "experts_up", "experts_down"
+    })  # fmt: skip
+    assert [what for what, read in parts if read == ("latents",)] == ["q_a and kv_a"]
+    assert table.parts_of(["bulk_0", "what_is_this"])[1] == ("what_is_this", ())

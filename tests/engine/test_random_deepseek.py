@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.engine.batch_capture import BatchCapture
 from slipstream.engine.bench.random_deepseek import kimi_k25, kimi_k25_rank, random_deepseek
 from slipstream.engine.capture import slot_name
 from slipstream.engine.layers.linear import unallocated
@@ -79,6 +80,25 @@ def test_a_random_model_has_the_tensors_of_a_loaded_one_and_runs(kimi, tiny, tmp
     chosen = model.layers[3].mlp.gate(model.layers[3].post_attention_layernorm(states["slot_3"])).ids
     assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 30
     assert len(chosen.unique()) == 16
+
+
+def test_rows_stay_apart_in_a_deep_model():
+    """States keep what is the token's own: no direction that all share, and as many experts as independent choices."""
+    experts = replace(_PUBLISHED.experts, num=96, width=64)
+    config = replace(kimi_k25_rank(8, 16, 64), **{**SMALL, "hidden_size": 256, "experts": experts})
+    model = random_deepseek(config, "cpu")
+    chosen = [[] for _ in model.layers]
+    for layer, ids in zip(model.layers[1:], chosen[1:], strict=True):
+        layer.mlp.gate.register_forward_hook(lambda _m, _i, out, ids=ids: ids.append(getattr(out, "choice", out).ids))
+    prompts = torch.randint(0, 128, (8, 32), generator=torch.Generator().manual_seed(7)).tolist()
+    last = torch.stack([state[-1] for _, state in BatchCapture(model, (0,), 256, 32)(prompts)]).float()  # [8, h]
+    cosines = torch.nn.functional.cosine_similarity(last[:, None], last[None], dim=-1) - torch.eye(8)
+    assert cosines.abs().max() < 0.5
+    assert last.std() < 10
+    independent = 96 * (1 - (1 - 8 / 96) ** 8)
+    distinct = [len(ids[0].unflatten(0, (8, 32))[:, -1].unique()) for ids in chosen[1:]]
+    assert min(distinct) > 0.7 * independent, distinct
+    assert sum(distinct) / len(distinct) > 0.9 * independent
 
 
 def test_ranks_hold_parts_of_one_model():
