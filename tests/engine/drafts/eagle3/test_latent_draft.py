@@ -1,10 +1,12 @@
 """A draft with latent attention (MLA) on tiny Kimi: served logits against transformers, tokens, training, parity."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
@@ -172,6 +174,25 @@ def test_tokens_with_the_draft_alone_and_one_latent_a_position(tiny, target, pro
         own, cells = engine.runner.proposer.cache, engine.runner.cache
         assert len(own.layers) == 1
         assert own.layers[0].shape == cells.layers[0].shape  # under the target's block numbers
+
+
+def test_a_draft_in_the_published_form_is_the_same_draft(tiny, target, tmp_path):
+    """As SGLang's and vLLM's loaders take it: `layers.0.`, the whole vocabulary, no map, no embedding, nested ids."""
+    draft = tiny.tiny_draft(target, slots=(2, 3), latent=True, draft_vocab_size=199)
+    save_draft(tmp_path, draft, DraftRecord(TargetIdentity("a" * 64, "b" * 64, "c" * 64), Family.KIMI_K25, "0" * 64))
+    (tmp_path / "slipstream.json").unlink()
+    value = json.loads((tmp_path / "config.json").read_text())
+    del value["eagle_aux_hidden_state_layer_ids"]
+    value["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 3], "use_aux_hidden_state": True}
+    (tmp_path / "config.json").write_text(json.dumps(value | {"model_type": "kimi_k2"}))
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in to_tensors(draft).items()}
+    left_out = ("embed_tokens.weight", "d2t", "t2d")
+    save_file({n: t for n, t in tensors.items() if n not in left_out}, tmp_path / "model.safetensors")
+    of_target = {"target_num_layers": target.config.num_layers, "family": Family.KIMI_K25}
+    loaded = load_draft(tmp_path, torch.float32, target_embedding=target.embed_tokens.weight, **of_target)
+    assert loaded.config == draft.config
+    ours, theirs = draft.state_dict(), loaded.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 # ---- trained, converted, served, compared ----------------------------------------------------------------------------
