@@ -37,6 +37,7 @@ class Unit:
 
     source: str
     defines: tuple[str, ...]
+    features: str = ""  # "a": what sm_90 alone has, on that
 
     @property
     def file(self) -> str:
@@ -53,9 +54,9 @@ def wide(epilogue: int) -> Unit:
     return Unit("wide_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",))
 
 
-def tiled(epilogue: int) -> Unit:
-    """The kernels of tiled_gemm.cu with one epilogue."""
-    return Unit("tiled_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",))
+def prompt(epilogue: int) -> Unit:
+    """The kernels of prompt_gemm.cu with one epilogue."""
+    return Unit("prompt_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",), features="a")
 
 
 def cache_dir(arch: int) -> Path:
@@ -104,7 +105,7 @@ def _compile(unit: Unit, arch: int, target: Path) -> None:
         command = [
             str(compiler),
             *_FLAGS,
-            f"-arch=sm_{arch}",
+            f"-arch=sm_{arch}{unit.features if arch == 90 else ''}",
             f"-I{_HERE}",
             *(f"-D{define}" for define in unit.defines),
             "-o",

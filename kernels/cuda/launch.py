@@ -192,13 +192,13 @@ def _module(epilogue: Epilogue, device: int) -> driver.Module:
 
 
 def load(device: int) -> None:
-    """Compile and load everything, wide_launch.py's and tiled_launch.py's kernels, too: before a graph is captured."""
-    from slipstream.kernels.cuda import tiled_launch, wide_launch  # built upon this module
+    """Compile and load everything, the other kernels of bf16 products, too: before a graph is captured."""
+    from slipstream.kernels.cuda import prompt_launch, wide_launch  # built upon this module
 
     for epilogue in Epilogue:
         _module(epilogue, device)
     wide_launch.load(device)
-    tiled_launch.load(device)
+    prompt_launch.load(device)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Override:
     pdl: bool | None = None
     evict_first: bool = True
     wide: Any = None  # a cut of wide_launch.py; False: none
-    tiled: bool | None = None  # whether tiled_launch.py takes it
+    prompt: Any = None  # a sharing of prompt_launch.py; False: none
 
 
 @dataclass(frozen=True)

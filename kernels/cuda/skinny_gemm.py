@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.kernels.cuda import int4_launch, tiled_launch, wide_launch
+from slipstream.kernels.cuda import int4_launch, prompt_launch, wide_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.int4 import Int4Weight
@@ -157,14 +157,14 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
             int4_launch.launch(epilogue, weight, group, device, override)
         return
     for group in _groups(epilogue, params):
-        cut, tiled = override.wide, override.tiled
+        cut, prompt = override.wide, override.prompt
         free = cut is None and override.variant is None and override.parts is None
-        if tiled is None and free:
-            tiled = tiled_launch.takes(epilogue, norm, group, device)
-        if cut is None and free and not tiled:
+        if prompt is None and free:
+            prompt = prompt_launch.sharing_for(epilogue, group, device)
+        if cut is None and free and not prompt:
             cut = wide_launch.cut_for(epilogue, norm, group, device)
-        if tiled:
-            tiled_launch.launch(epilogue, norm, group, device, override)
+        if prompt:
+            prompt_launch.launch(epilogue, norm, group, device, prompt, override)
         elif cut:
             wide_launch.launch(epilogue, norm, group, device, cut, override)
         else:

@@ -25,8 +25,9 @@ from torch.autograd import DeviceType
 
 from slipstream.engine.bench.generate import prompts_of
 from slipstream.engine.sampling_params import SamplingParams
-from slipstream.kernels.cuda import build, launch, skinny_gemm, tiled_launch
+from slipstream.kernels.cuda import build, launch, prompt_launch, skinny_gemm
 from slipstream.kernels.cuda.launch import Epilogue, Override, Variant
+from slipstream.kernels.cuda.prompt_launch import Sharing
 from slipstream.kernels.gpu import attention_split as split
 from slipstream.kernels.gpu import paged_attention as gpu
 from slipstream.kernels.norm_qkv import Heads, KVSink
@@ -37,10 +38,10 @@ LAYERS, HIDDEN, INNER, VOCAB, HEADS = 30, 576, 1536, 49152, Heads(9, 3, 64)
 PRODUCTS = {(60, 576): "qkv", (36, 576): "o", (192, 576): "gate_up", (36, 1536): "down"}
 CUT_BEFORE = split.Cut()
 CUTS = {"before": CUT_BEFORE, "in force": None}
-OLD_PROMPTS, NEW_PROMPTS = Override(wide=False, tiled=False), Override(tiled=True)
+OLD_PROMPTS, NEW_PROMPTS = Override(wide=False, prompt=False), Override(prompt=Sharing(weights=2))
 BATCH, BLOCK, BLOCKS = 64, 16, 32
 began = time.monotonic()
-usual_choice, usual_cut, usual_tiled = launch.choose, gpu.usual_cut, tiled_launch.choose
+usual_choice, usual_cut, usual_prompt = launch.choose, gpu.usual_cut, prompt_launch.choose
 
 
 class Choice:
@@ -69,7 +70,7 @@ def rules(*, before: bool) -> None:
     """The choices of kernels, for whoever captures next."""
     launch.choose = choose_before if before else usual_choice
     gpu.usual_cut = (lambda batch, *_: replace(CUT_BEFORE, stages=3 if batch <= 4 else 5)) if before else usual_cut
-    tiled_launch.choose = (lambda *_: False) if before else usual_tiled
+    prompt_launch.choose = (lambda *_: None) if before else usual_prompt
 
 
 def candidates(product: str, rows: int) -> list[Variant]:
@@ -173,7 +174,7 @@ def prompts(chain: ManyRows) -> None:
                 work = functools.partial(one_product, chain, product, rows, inner, override)
                 each.append(f"{seconds_per_replay(work, 3) / LAYERS * 1e6:.1f}")
             line.append(f"{product} {' / '.join(each)}")
-        said(f"us, {rows} rows, skinny / tiled: " + " | ".join(line))
+        said(f"us, {rows} rows, skinny / prompt: " + " | ".join(line))
 
 
 def one_product(chain: ManyRows, product: str, rows: int, inner: torch.Tensor, override: Override) -> list[Any]:
@@ -292,7 +293,7 @@ def main() -> None:
     parser.add_argument("--compile", help="only fill the caches on disk: 'nvcc', then the K of an engine")
     arguments = parser.parse_args()
     only = arguments.only
-    units = [of(int(e)) for of in (build._skinny, build.wide, build.tiled) for e in Epilogue]
+    units = [of(int(e)) for of in (build._skinny, build.wide, build.prompt) for e in Epilogue]
     build.compiled(launch.capability(), units)  # all at once
     if arguments.compile:
         return None if arguments.compile == "nvcc" else warm(int(arguments.compile))

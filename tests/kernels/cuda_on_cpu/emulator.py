@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import expert_launch, int4_launch, route_launch, tiled_launch, wide_launch
+from slipstream.kernels.cuda import expert_launch, int4_launch, prompt_launch, route_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -31,9 +31,9 @@ def compile_wide(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
     return {e: _compile(directory, "wide_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
 
 
-def compile_tiled(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
-    """The bf16 kernels for prompts, one library an epilogue."""
-    return {e: _compile(directory, "tiled_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
+def compile_prompt(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
+    """The bf16 kernels of wgmma for prompts, one library an epilogue."""
+    return {e: _compile(directory, "prompt_gemm", "PromptParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
 
 
 def compile_int4(directory: Path, group: int) -> dict[Epilogue, ctypes.CDLL]:
@@ -184,15 +184,16 @@ class WideEmulator(Emulator):
         self.faults += before
 
 
-class TiledEmulator(WideEmulator):
-    """The same for the kernels for prompts."""
+class PromptEmulator(WideEmulator):
+    """The same for the kernels of wgmma."""
 
-    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: int = WIDE_BYTES) -> None:
-        monkeypatch.setattr(tiled_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
-        monkeypatch.setattr(tiled_launch, "_stream", lambda device: 0)
-        monkeypatch.setattr(tiled_launch, "_copies", lambda device: True)
-        monkeypatch.setattr(tiled_launch, "_ordered", lambda device, elements: self._ordered(elements))
-        monkeypatch.setattr(tiled_launch, "pdl_enabled", lambda: False)
+    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: int = 0) -> None:
+        card = prompt_launch.Device(True, lambda size: sms // size)
+        monkeypatch.setattr(prompt_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(prompt_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(prompt_launch, "_device", lambda device: card)
+        monkeypatch.setattr(prompt_launch, "_ordered", lambda device, elements: self._ordered(elements))
+        monkeypatch.setattr(prompt_launch, "pdl_enabled", lambda: False)
 
 
 class ExpertEmulator:

@@ -40,11 +40,21 @@ struct Barrier {
     int count = 0;
     long generation = 0;
 };
+// Of wgmma, a lane's share: it runs as late as it may, so that whoever does not wait for it reads or changes too early.
+struct Product {
+    float* sums;
+    int count;
+    float a[2][16];  // rows g and g + 8
+    const char* b;
+    int next_k, next_columns;
+    long group;
+};
 struct Lane {
     ucontext_t context;
     std::vector<char> stack;
-    long exchanges = 0, cluster_generation = 0;
-    bool done = false, in_cluster = false;
+    std::vector<Product> products;
+    long exchanges = 0, cluster_generation = 0, group = 0;
+    bool done = false, in_cluster = false, fenced = false;
 };
 struct Exchanged {
     uint32_t words[6];
