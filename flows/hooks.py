@@ -19,7 +19,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from slipstream.configs.load import load
 from slipstream.flows.events import tell
-from slipstream.flows.run_record import UNWOUND, read_run
+from slipstream.flows.run_record import AFTER, UNWOUND, read_run
 from slipstream.tasks.process import python_module
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ AWAY = " cannot be reached: "  # the words of tasks.hosts.ssh_connection
 
 def stop_what_ran(flow: "Flow[..., Any]", flow_run: "FlowRun", state: "State[Any]") -> None:
     """Stops all that the run started and left, by the records on its host."""
-    _afterwards("cleanup", flow, flow_run, state)
+    _afterwards(AFTER["lifecycle"], flow, flow_run, state)
 
 
 def bring_back(flow: "Flow[..., Any]", flow_run: "FlowRun", state: "State[Any]") -> None:
-    """Stops what was half launched, and brings the last good server back if the run stopped it."""
-    _afterwards("restore", flow, flow_run, state)
+    """Stops what was half launched, and brings the last good server back, unless a clean end had stopped it."""
+    _afterwards(AFTER["serve"], flow, flow_run, state)
 
 
 def _afterwards(stage: str, flow: "Flow[..., Any]", flow_run: "FlowRun", state: "State[Any]") -> None:

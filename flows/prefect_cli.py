@@ -1,14 +1,16 @@
 """`slipstream up` and `slipstream abandon`: commands about Prefect."""
 
-import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.arguments import Config, Overrides
+
+if TYPE_CHECKING:
+    from slipstream.flows.run_record import RunRecord
 
 DEFAULT_PORT = 4200  # Prefect's own
 HOME = Path("runs/prefect")
@@ -56,26 +58,45 @@ def up(
 
 
 def abandon(config: Config, overrides: Overrides = None) -> None:
-    """End a run whose process is dead: stop what it left, and tell Prefect's server that it crashed."""
+    """End a run whose process is dead: stop what it left, and tell Prefect's server that it crashed.
+
+    After flows `serve` and `stage` the server that ran before comes back.
+    """
     require_prefect("abandon")
     from slipstream.configs.load import load
     from slipstream.flows import run_record
     from slipstream.flows.by_hand import run_stages
-    from slipstream.flows.prefect_server import answers, prefect_server, stop_left_over
+    from slipstream.flows.prefect_server import prefect_server, stop_left_over
     from slipstream.tasks.process import is_alive
 
     workdir = load(config, overrides or ()).deployment.host.workdir
     record = run_record.read_run(workdir)
-    if record is None:
+    dead = run_record.untold_runs(workdir) | ({} if record is None else {workdir / run_record.FILE: record})
+    if not dead:
         print(f"no run noted itself in {workdir}: nothing to abandon")
         return
-    if not is_alive(record.identity):
-        run_stages(("cleanup",), config, overrides, None, as_json=False, force=True)
-    if answers(record.api):  # a shared server, or the run's own, which outlived it
-        os.environ["PREFECT_API_URL"] = record.api
-    with prefect_server(workdir):
-        state = run_record.abandon(record, why="abandoned by hand")
-    stop_left_over(workdir)
-    (workdir / run_record.FILE).unlink(missing_ok=True)
-    told = f"it was {state}" if state else "this Prefect server does not know it"
+    if record is not None and not is_alive(record.identity):
+        run_stages((run_record.AFTER.get(record.flow, "cleanup"),), config, overrides, None, as_json=False, force=True)
+    try:
+        with prefect_server(workdir):
+            for path, one in dead.items():
+                _abandon(path, one)
+    finally:
+        stop_left_over(workdir)
+
+
+def _abandon(path: Path, record: "RunRecord") -> None:
+    """Tells the run's server. Raises SlipstreamError, and keeps the record, where that does not answer."""
+    from slipstream.flows import run_record
+
+    state = run_record.abandon(record, why="abandoned by hand")
+    if state is None:
+        raise SlipstreamError(
+            f"the Prefect server of {record.flow} run {record.flow_run_id}, {record.api}, does not answer",
+            expected="that server, to which the run still goes on; what the run left here was stopped",
+            do=f"give the same command again when it answers; if there is no such server any more, delete {path}",
+            runbook="prefect-server.md",
+        )
+    path.unlink(missing_ok=True)
+    told = f"it was {state}" if state else "its Prefect server does not know it"
     print(f"abandoned {record.flow} run {record.flow_run_id} of process {record.identity.pid}: {told}")

@@ -1,26 +1,21 @@
-"""Flow `serve`: replace the running server by one of what the lifecycle made: cleanup, launch, benchmark.
+"""Flow `serve`: replace the running server by one of what the lifecycle made: launch, benchmark.
 
-Launch means: start, health, proof of the settings, parity smoke. Until it has succeeded the way back is open: whatever
-ends the run before, the last good server is brought back, by the transaction here or by a hook in the worker. The new
-server goes on running when the flow is done, also when the benchmark fails; flow `cleanup` ends it.
+Launch means: make room, start, health, proof of the settings, parity smoke. Until it has succeeded the way back is
+open: whatever ends the run before, the last good server is brought back, by the transaction or by a hook in the worker.
+The new server goes on running when the flow is done, also when the benchmark fails; flow `cleanup` ends it.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prefect import flow
-from prefect.transactions import transaction
 
 from slipstream.flows import hooks
 from slipstream.flows.artifacts import publish_figures, publish_plan, publish_server
-from slipstream.flows.deployed import Deployed, deployed
-from slipstream.flows.events import tell
+from slipstream.flows.deployed import deployed
 from slipstream.flows.plan import make_plan
+from slipstream.flows.replace_server import replace_server
 from slipstream.tasks.checks import refuse, refuse_other_engine
 from slipstream.tasks.registry import get_stage
-from slipstream.tasks.stage import StageResult
-
-if TYPE_CHECKING:
-    from prefect.transactions import Transaction
 
 
 @flow(
@@ -49,19 +44,7 @@ def serve(config: str, overrides: list[str] | None = None) -> dict[str, Any]:
         plan = make_plan(config, overrides or ())
         publish_plan(plan, () if plan.errors else here.tasks.looks())
         refuse([finding for finding in plan.findings if finding.fault != "F15"])  # what runs is about to be replaced
-        launched = _replace_server(here)
+        launched = replace_server(here)
         publish_server(launched)
         publish_figures(here.tasks(benchmark))
     return {key: launched.figures.get(key) for key in ("base_url", "model", "pid")}
-
-
-def _replace_server(here: Deployed) -> StageResult:
-    """Makes room and launches, in one transaction: making room is undone when no good server comes of it."""
-
-    def bring_back(_: "Transaction") -> None:
-        figures = here.run(get_stage("restore")).figures
-        tell(f"server.{figures['server']}", here.workdir, pid=figures.get("pid"))
-
-    with transaction():
-        here.tasks(get_stage("cleanup"), undo=bring_back)
-        return here.tasks(get_stage("launch"))

@@ -5,7 +5,7 @@ its host and in its working directory. A hit says that some run made this output
 whole and the same, is verified afterwards where it lies; if not, the stage runs and the cache is refreshed.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prefect import task
@@ -24,11 +24,7 @@ from slipstream.tasks.stage_runner import StageRunner, stage_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from prefect.transactions import Transaction
-
     from slipstream.configs.schema import Deployment
-
-Undo = Callable[["Transaction"], None]
 
 
 class StageTasks:
@@ -49,8 +45,8 @@ class StageTasks:
         self._refresh = refresh
         self._looks: dict[str, StageLook] = {}
 
-    def __call__(self, stage: Stage, *, undo: Undo | None = None) -> StageResult:
-        """Runs a stage, or takes it from the cache. `undo` is called when the transaction around it is rolled back."""
+    def __call__(self, stage: Stage) -> StageResult:
+        """Runs a stage, or takes it from the cache."""
         results: list[StageResult] = []  # not the task's own result, which Prefect would store
         key = self._cache_key(stage)
 
@@ -72,8 +68,6 @@ class StageTasks:
             result_serializer="json",  # not pickled: it is read by people and by other versions
             refresh_cache=self._refresh,
         )(body)
-        if undo is not None:
-            made.on_rollback(undo)
         recorded = made()
         hit = not results
         if hit:

@@ -5,10 +5,11 @@ Both are detached processes with state files below one folder, so that the same 
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from slipstream.tasks.process import (
     group_members,
     is_alive,
     read_record,
+    signal_group,
     start_detached,
     stop_group,
     tail,
@@ -41,7 +43,8 @@ PREFECT_FILE = "prefect.yaml"
 SERVER, WORKER = f"server{STATE_SUFFIX}", f"worker{STATE_SUFFIX}"
 COMMAND_SECONDS = 180.0
 WORKER_STOP_SECONDS = 30.0
-FLOW_STOP_SECONDS = 120.0  # a flow run stops its servers, a hook after it brings one back
+FLOW_STOP_SECONDS = 900.0  # a flow run stops its servers and brings one back, or a hook after it does: minutes, by size
+TELL_SECONDS = 15.0
 # The worker asks for work this often; Prefect's own 10 s make a person wait.
 QUERY_SECONDS = "2"
 
@@ -106,22 +109,37 @@ def stop(home: Path) -> list[str]:
     return said
 
 
-def _end_flow_runs(worker: int) -> list[str]:
+def _end_flow_runs(worker: int, tell: Callable[[str], None] = print) -> list[str]:
     """Ends the worker's flow runs, which lead groups of their own, while the worker lives to clean up after them.
 
-    A worker that is stopped leaves them running, with nobody to tell how they ended. Returns a line for each.
+    A worker that is stopped leaves them running, with nobody to tell how they ended. All are told at once, and waited
+    for until they and their hooks have made good, since a server that is loaded again takes its time.
+
+    Returns a line for each.
     """
     try:
         process = psutil.Process(worker)
-        said = []
-        for child in process.children():
-            identity = ProcessIdentity.of(child.pid)
-            if identity is not None and identity.pgid == identity.pid:
-                report = stop_group(identity, drain_seconds=FLOW_STOP_SECONDS)
-                said.append(f"flow run of process {identity.pid}: ended ({report.seconds:.1f} s)")
-        deadline = time.monotonic() + FLOW_STOP_SECONDS
-        while process.children() and time.monotonic() < deadline:  # its hooks
+        runs = [identity for child in process.children() if (identity := ProcessIdentity.of(child.pid)) is not None]
+        runs = [identity for identity in runs if identity.pgid == identity.pid]
+        for identity in runs:
+            signal_group(identity, signal.SIGTERM)
+        started = told = time.monotonic()
+        deadline = started + FLOW_STOP_SECONDS
+        said, left = [], list(runs)
+        while (left or process.children()) and time.monotonic() < deadline:  # their hooks are its children, too
+            for identity in [one for one in left if not group_members(one)]:
+                left.remove(identity)
+                said.append(f"flow run of process {identity.pid}: ended ({time.monotonic() - started:.1f} s)")
+            if time.monotonic() > told + TELL_SECONDS:
+                told = time.monotonic()
+                who = ", ".join(str(one.pid) for one in left) or "what is done after them"
+                tell(f"waiting for flow runs to make good (process {who}), {told - started:.0f} s so far")
             time.sleep(0.1)
+        for identity in left:
+            stop_group(identity, drain_seconds=0)
+            said.append(
+                f"flow run of process {identity.pid}: killed after {FLOW_STOP_SECONDS:.0f} s; `slipstream abandon`"
+            )
         return said
     except psutil.NoSuchProcess:
         return []
@@ -181,8 +199,9 @@ def _worker(home: Path, api: str, said: list[str]) -> None:
     if record is not None and record.notes["api"] == api:
         said.append(f"worker: runs already (process {record.identity.pid}, since {record.started})")
         return
-    if record is not None:
-        stop_group(record.identity, drain_seconds=WORKER_STOP_SECONDS)  # of another server
+    if record is not None:  # of another server: its runs are told to that one
+        said += _end_flow_runs(record.identity.pid)
+        stop_group(record.identity, drain_seconds=WORKER_STOP_SECONDS)
     worker = start_detached(
         [sys.executable, "-P", "-m", "prefect", "worker", "start", "--pool", POOL, "--name", f"worker-{home.name}"],
         log=home / "worker.log",

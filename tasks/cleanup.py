@@ -2,7 +2,8 @@
 
 What we started is known from the state files in the workdir, by pid, start time, group and boot; a name is never
 looked at. Everybody else is foreign, whatever it looks like. The same holds for shared memory: what our processes held
-and nobody holds any more is removed, everything else stays.
+and nobody holds any more is removed, everything else stays. As a stage it is an end: no restore brings back what it
+stopped; a launch makes room with `clean` alone, and what it stops is brought back where it fails.
 """
 
 from collections.abc import Callable, Collection
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.gpu_memory import GpuMemory, read_gpu_memory, wait_gpu_memory
 from slipstream.tasks.gpu_users import chosen_cards, describe_user, in_use
+from slipstream.tasks.last_good import no_longer_wanted
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.nvml import GpuUser, read_gpus
 from slipstream.tasks.ports import port_holders, port_is_free, wait_port_free
@@ -69,7 +71,8 @@ class Stopped:
 
 
 def run(context: StageContext) -> dict[str, Any]:
-    """The stage: see the head of this file. Raises SlipstreamError (F15) when somebody else blocks us."""
+    """The stage: see the head of this file. Raises SlipstreamError (F15) when something of ours does not come back."""
+    no_longer_wanted(context.workdir)  # first: whoever is killed in the middle of an end has still ended it
     stopped = clean(context.workdir, context.config, say=context.say)
     cards = read_gpu_memory()
     if cards is None:
@@ -95,8 +98,9 @@ def clean(
         say: told what was done.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError: F15 when the port of the deployment is held by somebody else (who is named and left alone),
-    or when memory of a GPU does not come back. Others on a GPU are the business of who needs it next (`check_gpus`).
+    Who else holds the deployment's port is told and left alone: that, like others on a GPU, is the business of who
+    needs it next (`check_port`, `check_gpus`). Raises SlipstreamError: F15 when a port or memory of a GPU that was ours
+    does not come back.
     """
     stopped = []
     for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
@@ -109,7 +113,10 @@ def clean(
     left = forgotten(read_segments())
     if left:
         say(f"left alone in shared memory, held by nobody and not recorded by us: {', '.join(map(str, left))}")
-    check_port(deployment.server.host, deployment.server.port, skip=skip)
+    try:
+        check_port(deployment.server.host, deployment.server.port, skip=skip)
+    except SlipstreamError as error:
+        say(f"{error.found}: left alone; a launch there would be refused")
     return stopped
 
 

@@ -1,20 +1,25 @@
-"""The last server that was launched and proven good: what it takes to bring it back after it was stopped.
+"""What shall serve: the last server that was launched and proven good, and whether it is wanted.
 
-    <workdir>/last-good/  record.json: its identity, command, port and settings;  draft/: its draft, by hard links
+    <workdir>/last-good/  record.json: identity, command, port, settings, `wanted`, `draft`;  draft-N/: by hard links
+
+The record is the one mark by which a launch, flow `serve` and a restore know what to bring back. It is replaced in one
+step, once a successor has passed health and smoke test: whoever dies before that leaves the old mark, after it the new
+one. A clean end (stage cleanup) takes `wanted` back before it stops anything; making room for a successor does not.
 
 A new convert replaces the draft's directory; the links keep what this server served at no cost of disk.
 """
 
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
 from slipstream.tasks.facts import DRAFT
 from slipstream.tasks.manifest import write_json
-from slipstream.tasks.process import STATE_SUFFIX, ProcessIdentity, ProcessRecord, group_members, read_record
+from slipstream.tasks.process import STATE_SUFFIX, ProcessIdentity, is_alive, read_record
 
 FOLDER = "last-good"
 RECORD = "record.json"
@@ -24,53 +29,78 @@ SAME = ("num_steps", "verify_width", "slots", "choose_steps", "dtype", "device",
 
 @dataclass(frozen=True)
 class LastGood:
-    """A server that passed its launch: its process (alive or not), its command, its port (0: any), its settings."""
+    """A server that passed its launch.
+
+    Args:
+        identity: of its process, alive or not.
+        command: how it was started.
+        port: that it was asked to listen on; 0: any.
+        settings: as it told them.
+        draft: name of the kept draft's folder below FOLDER; None without one.
+        wanted: it shall serve: nobody has ended it cleanly since.
+    """
 
     identity: ProcessIdentity
     command: tuple[str, ...]
     port: int
     settings: dict[str, Any]
+    draft: str | None
+    wanted: bool
 
     @property
-    def runs(self) -> bool:
-        """Whether its group still lives."""
-        return bool(group_members(self.identity))
+    def lives(self) -> bool:
+        """Whether its front lives; whether it also answers is asked by `server.answers`."""
+        return is_alive(self.identity)
 
 
 def keep_last_good(workdir: Path, draft: Path | None, settings: dict[str, Any], name: str = "server") -> None:
-    """Notes the running server of that name as the last good one, with its draft."""
+    """Notes the running server of that name as the last good one, with its draft, and as what shall serve."""
     record = read_record(workdir / f"{name}{STATE_SUFFIX}")
     assert record is not None  # it was just started
-    new, old, final = workdir / f"{FOLDER}.new", workdir / f"{FOLDER}.old", workdir / FOLDER
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    folder, kept = workdir / FOLDER, None
+    folder.mkdir(exist_ok=True)
     if draft is not None:
-        shutil.copytree(draft, new / DRAFT, copy_function=_link)
-    write_json(new / RECORD, _as_json(record, settings))
-    shutil.rmtree(old, ignore_errors=True)
-    if final.exists():
-        final.rename(old)  # not removed first: that takes longer, and half of it would be no record
-    new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
+        kept = draft.name if draft.parent == folder else _keep_draft(folder, draft)
+    port = int(record.notes.get("port", 0))
+    made = LastGood(record.identity, record.command, port, settings, kept, wanted=True)
+    write_json(folder / RECORD, asdict(made))
+    for other in folder.glob(f"{DRAFT}*"):
+        if other.name != kept:
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def read_last_good(workdir: Path) -> LastGood | None:
-    """The last good server; None where none was launched yet."""
+    """The last good server; None where none was launched yet. Raises SlipstreamError on a file that is not one."""
     path = workdir / FOLDER / RECORD
     if not path.is_file():
         return None
-    value = read_json(path, expected="what `slipstream stage launch` noted", do=f"delete {path.parent}")
-    return LastGood(
-        ProcessIdentity(**value["identity"]), tuple(value["command"]), int(value["port"]), value["settings"]
-    )
+    expected, do = "what `slipstream stage launch` noted", f"delete {path.parent}"
+    value = read_json(path, expected=expected, do=do)
+    try:
+        return LastGood(
+            **{**value, "identity": ProcessIdentity(**value["identity"]), "command": tuple(value["command"])}
+        )
+    except (KeyError, TypeError) as error:
+        raise SlipstreamError(f"{path} names no server: {error!r}", expected=expected, do=do) from error
+
+
+def no_longer_wanted(workdir: Path) -> None:
+    """A clean end begins: from here on nothing brings the last good server back."""
+    last = read_last_good(workdir)
+    if last is not None and last.wanted:
+        write_json(workdir / FOLDER / RECORD, asdict(replace(last, wanted=False)))
+
+
+def kept_draft(last: LastGood, workdir: Path) -> Path | None:
+    """Where its draft lies now."""
+    return None if last.draft is None else workdir / FOLDER / last.draft
 
 
 def command_again(last: LastGood, workdir: Path) -> list[str]:
     """Its command, with the draft that was kept."""
-    command = list(last.command)
-    kept = workdir / FOLDER / DRAFT
-    if kept.is_dir():
-        command[command.index("--draft") + 1] = str(kept.absolute())
+    command, draft = list(last.command), kept_draft(last, workdir)
+    if draft is not None:
+        command[command.index("--draft") + 1] = str(draft.absolute())
     return command
 
 
@@ -81,13 +111,12 @@ def what_makes_it(settings: dict[str, Any]) -> dict[str, Any]:
     return {**{key: settings.get(key) for key in SAME}, "target": target, "draft": draft.get("fingerprint")}
 
 
-def _as_json(record: ProcessRecord, settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "identity": asdict(record.identity),
-        "command": list(record.command),
-        "port": int(record.notes.get("port", 0)),
-        "settings": settings,
-    }
+def _keep_draft(folder: Path, draft: Path) -> str:
+    """A copy by links under a name that no record uses yet. Returns the name."""
+    used = {path.name for path in folder.iterdir()}
+    number = next(number for number in range(1, len(used) + 2) if f"{DRAFT}-{number}" not in used)
+    shutil.copytree(draft, folder / f"{DRAFT}-{number}", copy_function=_link)
+    return f"{DRAFT}-{number}"
 
 
 def _link(source: str, target: str) -> None:

@@ -1,8 +1,9 @@
 """Stage launch: a server of the deployment, proven to be the one that was planned.
 
-Never a cache hit. It cleans up first, starts the server with checked flags, follows its start, verifies identity and
+Never a cache hit. It makes room first, starts the server with checked flags, follows its start, verifies identity and
 effective settings, and succeeds only after a smoke request whose K, width, slots and A_1 agree with plan and parity.
-The server goes on running when the stage is done, and is noted as the last good one (last_good.py).
+The server goes on running when the stage is done, and is noted as the last good one (last_good.py). Until then the one
+before it is: however a launch ends, stage restore brings that one back.
 """
 
 from typing import Any
@@ -14,8 +15,8 @@ from slipstream.tasks.bench_client import ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.checks import find, gather, refuse, refuse_other_engine
 from slipstream.tasks.cleanup import check_gpus, clean
-from slipstream.tasks.facts import PARITY
-from slipstream.tasks.last_good import keep_last_good
+from slipstream.tasks.facts import PARITY, Facts
+from slipstream.tasks.last_good import keep_last_good, read_last_good
 from slipstream.tasks.manifest import MANIFEST, read_json, write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.server import RunningServer, ServerPlan, check_settings, plan_server, start_server, stop_server
@@ -36,6 +37,20 @@ def run(context: StageContext) -> dict[str, Any]:
     refuse_other_engine(config, "stage launch")
     facts = gather(config, workdir)
     refuse(find(facts))
+    try:
+        return _replace(context, facts)
+    except SlipstreamError:
+        last = read_last_good(workdir)
+        if last is not None and last.wanted and not last.lives:
+            context.warn(
+                "the server of before was stopped to make room; `slipstream stage restore CONFIG` brings it back"
+            )
+        raise
+
+
+def _replace(context: StageContext, facts: Facts) -> dict[str, Any]:
+    """Makes room, starts, proves, and notes the new one as what shall serve."""
+    config, workdir = context.config, context.workdir
     clean(workdir, config, say=context.say)
     check_gpus(config)
     num_steps = chosen_num_steps(context.input("tune"))

@@ -283,6 +283,12 @@ def stop_group(
     return StopReport(ended, tuple(killed), time.monotonic() - started)
 
 
+def signal_group(identity: ProcessIdentity, signal_number: int) -> None:
+    """Signals every living member of a group once, and waits for nothing."""
+    for member in group_members(identity):
+        _send(member, signal_number)
+
+
 def tail(log: Path, lines: int = 20, max_bytes: int = 16_384) -> str:
     """The last lines of a log file; "" when there is none."""
     try:

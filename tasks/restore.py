@@ -1,6 +1,6 @@
 """Stage restore: the way back from a launch that did not end well.
 
-Afterwards the last good server runs again if the last cleanup stopped it, and nothing else that this pipeline started.
+Afterwards the last good server runs, unless a clean end had stopped it, and nothing else that this pipeline started.
 It reads records on disk alone, so that whoever survives can run it: the flow, a hook in the worker, or a person.
 """
 
@@ -9,12 +9,10 @@ from typing import Any
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse
 from slipstream.tasks.cleanup import check_gpus, clean, stop_recorded
-from slipstream.tasks.facts import DRAFT
-from slipstream.tasks.last_good import FOLDER, LastGood, command_again, keep_last_good, read_last_good, what_makes_it
-from slipstream.tasks.manifest import MANIFEST, DamagedManifest, read_manifest
+from slipstream.tasks.last_good import command_again, keep_last_good, kept_draft, read_last_good, what_makes_it
 from slipstream.tasks.process import STATE_SUFFIX, read_record
 from slipstream.tasks.registry import RESTORE
-from slipstream.tasks.server import start_command
+from slipstream.tasks.server import answers, start_command
 from slipstream.tasks.stage import StageContext
 
 
@@ -26,7 +24,7 @@ def run(context: StageContext) -> dict[str, Any]:
     """
     workdir, config = context.workdir, context.config
     last = read_last_good(workdir)
-    if last is not None and last.runs:
+    if last is not None and last.lives and answers(workdir):  # one that was told to end drains, and says so
         for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
             record = read_record(state_file)
             if record is not None and record.identity != last.identity:
@@ -35,8 +33,9 @@ def run(context: StageContext) -> dict[str, Any]:
         context.say(f"the last good server (pid {last.identity.pid}) still runs, and is left alone")
         return {"server": "kept", "pid": last.identity.pid}
     clean(workdir, config, say=context.say)
-    if last is None or not _stopped_by_cleanup(context, last):
-        context.say("no good server was running when the last cleanup came: none is brought back")
+    if last is None or not last.wanted:
+        why = "was launched here yet" if last is None else "is wanted: the last one was ended by a cleanup"
+        context.say(f"no good server {why}; none is brought back")
         return {"server": "none"}
 
     def check(settings: dict[str, Any]) -> None:
@@ -62,22 +61,9 @@ def run(context: StageContext) -> dict[str, Any]:
             runbook="roll-back.md",
             fault=error.fault,
         ) from error
-    draft = workdir / FOLDER / DRAFT
-    keep_last_good(workdir, draft if draft.is_dir() else None, server.settings)  # of the process that now runs
+    keep_last_good(workdir, kept_draft(last, workdir), server.settings)  # of the process that now runs
     context.say(f"brought the last good server back at {server.url} after {server.seconds:.1f} s")
     return {"server": "restored", "pid": server.identity.pid, "base_url": server.url}
-
-
-def _stopped_by_cleanup(context: StageContext, last: LastGood) -> bool:
-    """Whether the last run of stage cleanup found the last good server alive, and stopped it."""
-    folder = context.workdir / "cleanup"
-    if not (folder / MANIFEST).is_file():
-        return False
-    try:
-        stopped = (read_manifest(folder).get("figures") or {}).get("stopped", [])
-    except DamagedManifest:
-        return False
-    return any(one["pid"] == last.identity.pid and (one["ended"] or one["killed"]) for one in stopped)
 
 
 STAGE = RESTORE

@@ -269,6 +269,12 @@ def stop_server(deployment: "Deployment", workdir: Path, name: str = "server") -
     stop_recorded(state_file, drain_seconds=deployment.server.shutdown_timeout_seconds)
 
 
+def answers(workdir: Path, name: str = "server") -> bool:
+    """Whether a server of that name is ready for requests now; one that starts, drains or hangs is not."""
+    ready_file = workdir / f"{name}{READY_SUFFIX}"
+    return ready_file.is_file() and _health(str(read_json(ready_file)["url"]), "")[0]
+
+
 def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[str, Any]) -> None:
     """What the server says it does against what it was told. Raises SlipstreamError (F1 width, F2 and F3 slots)."""
     server = deployment.server

@@ -46,12 +46,15 @@ def deployment_on(port):
 
 def test_a_foreign_process_is_named_and_left_alone(foreign, tmp_path):
     process, port = foreign
-    with pytest.raises(SlipstreamError) as error:
-        run_stage(cleanup.STAGE, deployment_on(port), tmp_path)
+    said = []
+    assert cleanup.clean(tmp_path, deployment_on(port), say=said.append) == []
+    (told,) = [line for line in said if line.startswith(f"port {port} of 127.0.0.1 is held by process {process.pid}")]
+    assert f"of user {psutil.Process(process.pid).username()}" in told
+    assert "time.sleep(600)" in told  # its command line
+    assert "left alone" in told
+    with pytest.raises(SlipstreamError, match=f"held by process {process.pid}") as error:
+        cleanup.check_port("127.0.0.1", port)
     assert error.value.fault == "F15"
-    assert f"port {port} of 127.0.0.1 is held by process {process.pid}" in error.value.found
-    assert f"of user {psutil.Process(process.pid).username()}" in error.value.found
-    assert "time.sleep(600)" in error.value.found  # its command line
     assert "leaves it alone" in str(error.value)
     assert process.poll() is None
     assert not port_is_free("127.0.0.1", port)
@@ -96,7 +99,9 @@ def test_a_state_file_that_names_a_foreign_process_by_chance_does_it_no_harm(for
 
 def test_with_the_check_off_the_fault_passes(foreign, tmp_path):
     _, port = foreign
-    assert cleanup.clean(tmp_path, deployment_on(port), skip={"F15"}) == []
+    said = []
+    assert cleanup.clean(tmp_path, deployment_on(port), say=said.append, skip={"F15"}) == []
+    assert not any("is held by" in line for line in said)
     assert not port_is_free("127.0.0.1", port)
 
 

@@ -42,7 +42,7 @@ def serve(world: Any) -> dict[str, Any]:
 
 def test_serve_replaces_the_server_and_measures_it(served: Any) -> None:
     assert serve(served)["base_url"] == "http://127.0.0.1:1"
-    assert served.ran == ["cleanup", "launch"]  # benchmark was done by the lifecycle
+    assert served.ran == ["launch"]  # benchmark was done by the lifecycle
     assert not (served.workdir / LOCK).exists()
 
 
@@ -60,7 +60,7 @@ def test_a_launch_that_fails_brings_the_last_good_server_back(served: Any) -> No
     served.bodies["launch"] = fail
     with pytest.raises(SlipstreamError, match="A_1 of the server"):
         serve(served)
-    assert served.ran == ["cleanup", "launch", "restore"]  # once: the hook in this process has nothing left to do
+    assert served.ran == ["launch", "restore"]  # once: the hook in this process has nothing left to do
 
 
 def test_a_benchmark_that_fails_leaves_the_good_server(served: Any) -> None:
@@ -71,7 +71,7 @@ def test_a_benchmark_that_fails_leaves_the_good_server(served: Any) -> None:
     (served.workdir / "benchmark" / "manifest.json").unlink()
     with pytest.raises(SlipstreamError, match="refused"):
         serve(served)
-    assert served.ran == ["cleanup", "launch", "benchmark"]
+    assert served.ran == ["launch", "benchmark"]
 
 
 def test_sigterm_in_a_launch_brings_the_last_good_server_back(served: Any) -> None:
@@ -93,7 +93,19 @@ def test_sigterm_in_a_launch_brings_the_last_good_server_back(served: Any) -> No
         with pytest.raises(SystemExit):
             serve(served)
     thread.join()
-    assert served.ran == ["cleanup", "launch", "restore"]
+    assert served.ran == ["launch", "restore"]
+
+
+def test_a_stage_launch_that_fails_brings_the_last_good_server_back(served: Any) -> None:
+    from slipstream.flows.stage import StageName, stage
+
+    def fail(_: StageContext) -> dict[str, Any]:
+        raise SlipstreamError("A_1 of the server is 0.1")
+
+    served.bodies["launch"] = fail
+    with pytest.raises(SlipstreamError, match="A_1 of the server"):
+        stage(StageName.LAUNCH, str(served.config))
+    assert served.ran == ["launch", "restore"]
 
 
 def test_hooks_have_the_parameters_by_which_a_worker_calls_them(flow: ModuleType) -> None:

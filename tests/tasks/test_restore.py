@@ -1,4 +1,4 @@
-"""Restore: the last good server comes back as it was when the last cleanup stopped it, and only then."""
+"""Restore: the last good server comes back as it was, unless a clean end had stopped it; killed: test_way_back.py."""
 
 import shutil
 import sys
@@ -16,8 +16,10 @@ from slipstream.tasks.process import group_members, is_alive, read_record, start
 from slipstream.tasks.stage import Stage, run_stage
 
 
-def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(launchable, launch_workdir, tiny_models):
-    workdir = launch_workdir
+def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(
+    launchable, launch_workdir, tiny_models, pipeline
+):
+    workdir, listener = launch_workdir, pipeline.Listener()
     assert run_stage(restore.STAGE, launchable, workdir).figures == {"server": "none"}
     first = run_stage(launch.STAGE, launchable, workdir).figures
     before = read_settings(first["base_url"])
@@ -32,7 +34,7 @@ def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(launchable
     assert not group_members(half.identity)
     assert is_alive(read_record(workdir / "server.state.json").identity)
 
-    # Room is made, the draft of convert is another one by now, and its launch fails in the smoke test.
+    # The draft of convert is another one by now, and its launch, which makes room, fails in the smoke test.
     def convert(context):
         shutil.copytree(tiny_models.draft, context.out / "draft")
         (context.out / "draft" / "new.json").write_text("{}")
@@ -43,14 +45,14 @@ def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(launchable
         write_json(context.out / PARITY, {"acceptance": {"benchmark": {"served": counts}}})
         return {}
 
-    run_stage(cleanup.STAGE, launchable, workdir)
     run_stage(Stage("convert", 2, ("resolve",), (), convert), launchable, workdir)
     choice = {"num_steps": 2, "candidate": 2}
     tune = lambda context: write_json(context.out / "choice.json", choice) or {}  # noqa: E731
     run_stage(Stage("tune", 1, ("convert",), (), tune), launchable, workdir)
     run_stage(Stage("parity", 1, ("resolve", "convert"), (), parity), launchable, workdir)
     with pytest.raises(SlipstreamError, match="A_1 of the server"):
-        run_stage(launch.STAGE, launchable, workdir)
+        run_stage(launch.STAGE, launchable, workdir, listener)
+    assert any("`slipstream stage restore CONFIG` brings it back" in text for text in listener.warned)
     assert read_record(workdir / "server.state.json") is None
 
     back = run_stage(restore.STAGE, launchable, workdir).figures
@@ -58,13 +60,12 @@ def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(launchable
     assert back["pid"] != first["pid"]
     now = read_settings(back["base_url"])
     assert what_makes_it(now) == what_makes_it(before)
-    assert now["draft"]["directory"].endswith("last-good/draft")
+    assert now["draft"]["directory"].endswith("last-good/draft-1")
     assert read_last_good(workdir).identity.pid == back["pid"]
     assert run_stage(restore.STAGE, launchable, workdir).figures == {"server": "kept", "pid": back["pid"]}
 
-    # A second cleanup found nobody: it did not stop a good server, and none is brought back.
-    for _ in range(2):
-        run_stage(cleanup.STAGE, launchable, workdir)
+    # A cleanup is an end: none is brought back.
+    run_stage(cleanup.STAGE, launchable, workdir)
     assert run_stage(restore.STAGE, launchable, workdir).figures == {"server": "none"}
     assert read_record(workdir / "server.state.json") is None
 
@@ -72,8 +73,8 @@ def test_a_failed_launch_is_taken_back_with_the_draft_that_was_served(launchable
 def test_a_server_that_comes_back_as_another_is_refused(launchable, launch_workdir):
     workdir = launch_workdir
     run_stage(launch.STAGE, launchable, workdir)
-    run_stage(cleanup.STAGE, launchable, workdir)
-    draft = workdir / "last-good" / "draft"
+    cleanup.clean(workdir, launchable)
+    draft = workdir / "last-good" / "draft-1"
     config = draft / "config.json"
     text = config.read_text()
     config.unlink()  # not through the link: convert's own stays as it is
