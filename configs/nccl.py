@@ -1,8 +1,19 @@
 """The section of NCCL's variables. None is: unset, NCCL chooses. What is allowed is checked by `plan` (F16)."""
 
+from typing import Literal
+
 from pydantic import Field
 
-from slipstream.configs.base import Section
+from slipstream.configs.base import CountOrZero, PositiveInt, Section
+
+
+class NcclMeasured(Section):
+    """What the values beside it were measured for; `slipstream doctor CONFIG --ranks N` prints it."""
+
+    num_steps: CountOrZero = Field(description="K: sums of 1 to K + 1 rows were timed.")
+    ranks: PositiveInt = Field(description="Ranks that summed.")
+    card: str = Field(description="Name of the cards, as the driver tells it.")
+    topology: Literal["nvlink", "pcie", "host"] = Field(description="How the cards reach each other, at worst.")
 
 
 class Nccl(Section):
@@ -34,8 +45,15 @@ class Nccl(Section):
     debug: str | None = Field(default=None, description="How much NCCL logs: VERSION, WARN, INFO, TRACE.")
     debug_subsys: str | None = Field(default=None, description="Parts of NCCL that log, such as `INIT,NET`.")
 
+    measured_for: NcclMeasured | None = Field(
+        default=None, description="What these values were measured for: a plan warns where it is something else."
+    )
+
     @property
     def variables(self) -> dict[str, str]:
         """What is set, as environment variables of a server's ranks."""
-        given = self.model_dump(exclude_none=True)
+        given = self.model_dump(exclude_none=True, exclude={"measured_for"})
         return {"NCCL_" + field.removesuffix("_bytes").upper(): str(value) for field, value in given.items()}
+
+
+NCCL_FIELDS = tuple(name for name in Nccl.model_fields if name != "measured_for")  # those that are variables

@@ -13,6 +13,7 @@ from rich.text import Text
 from slipstream.configs.load import load
 from slipstream.configs.schema import Deployment
 from slipstream.tasks.hosts.doctor import HostFinding, judge
+from slipstream.tasks.hosts.doctor_sums import judge_sums, time_sums
 from slipstream.tasks.hosts.open_host import each_deployment, open_host
 
 COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -21,26 +22,39 @@ COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold re
 Examined = tuple[str, dict[str, Any], list[HostFinding]]
 
 
-def examine(config: Path, overrides: Sequence[str]) -> list[Examined]:
-    """(Name of a host of the deployment, its facts, what they mean), for each. Raises SlipstreamError, as they do."""
-    return [_examine(deployment) for deployment in each_deployment(load(config, overrides).deployment)]
+def examine(config: Path | None, overrides: Sequence[str], ranks: int = 0) -> list[Examined]:
+    """(Name of a host of the deployment, its facts, what they mean), for each. Raises SlipstreamError, as they do.
+
+    config: None is a deployment of default values, on this machine. ranks: sums over so many are timed; 0: none are.
+    """
+    deployment = Deployment() if config is None else load(config, overrides).deployment
+    if ranks:
+        server = deployment.server.model_copy(update={"tensor_parallel_size": ranks})
+        deployment = deployment.model_copy(update={"server": server})
+    return [_examine(one, ranks) for one in each_deployment(deployment)]
 
 
-def _examine(deployment: Deployment) -> Examined:
+def _examine(deployment: Deployment, ranks: int) -> Examined:
     host = open_host(deployment)
     try:
         facts = host.facts(address=deployment.server.host, port=deployment.server.port)
-        return host.name, facts, judge(facts, deployment)
+        findings = judge(facts, deployment)
+        if ranks:
+            facts["all_reduce"] = time_sums(host, facts, deployment, ranks)
+            findings += judge_sums(facts["all_reduce"])
+        return host.name, facts, findings
     finally:
         host.close()
 
 
-def show_doctor(config: Path, overrides: Sequence[str], *, as_json: bool, console: Console | None = None) -> bool:
+def show_doctor(
+    config: Path | None, overrides: Sequence[str], *, as_json: bool, ranks: int = 0, console: Console | None = None
+) -> bool:
     """Prints what was found. Returns whether the deployment can use its hosts: no finding is an error.
 
     As JSON one host is an object, several are a list of them.
     """
-    examined = examine(config, overrides)
+    examined = examine(config, overrides, ranks)
     if as_json:
         told = [
             {"host": name, "facts": facts, "findings": [asdict(finding) for finding in findings]}

@@ -66,12 +66,26 @@ def host_provision(
     provision_host(config, overrides or (), wheel=wheel, wheelhouse=wheelhouse, lock=lock)
 
 
-def doctor(config: Config, overrides: Overrides = None, as_json: AsJson = False) -> None:
+def doctor(
+    config: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CONFIG]", help="The deployment file (YAML); none: this machine.", show_default=False),
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", min=2, help="Also time the sums of 1 to K + 1 rows over so many ranks, on idle cards."),
+    ] = None,
+) -> None:
     """Look at the deployment's host: GPUs and who is on them, disk, ports, clock, limits, each with its consequence.
 
-    Starts and stops nothing. Ends with exit code 3 when the deployment cannot use the host as it is.
+    Starts and stops nothing, but for what --ranks times. Ends with exit code 3 when the deployment cannot use the host
+    as it is.
     """
     from slipstream.flows.doctor_view import show_doctor
 
-    if not show_doctor(config, overrides or (), as_json=as_json):
+    if config is None and overrides:
+        raise typer.BadParameter("needs a deployment file", param_hint="--set")
+    if not show_doctor(config, overrides or (), as_json=as_json, ranks=ranks or 0):
         raise typer.Exit(3)

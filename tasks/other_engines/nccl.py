@@ -4,14 +4,19 @@ From NCCL 2.30.7 (`docs/userguide/source/env.rst`, `src/graph/tuning.cc`). A mis
 launch line or the file is read; a value is checked here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
 
-from slipstream.configs.nccl import Nccl
+from slipstream.configs.nccl import NCCL_FIELDS, NcclMeasured
 from slipstream.tasks.contradictions import Check, Finding
 from slipstream.tasks.facts import Facts
+from slipstream.tasks.nvml import Gpus, read_gpus
 from slipstream.tasks.other_engines.effect import Effect, Rule
 from slipstream.tasks.other_engines.launch_facts import Launch, asked, leave_out, pin
+
+if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 PROTOCOLS = ("LL", "LL128", "Simple")
@@ -34,7 +39,7 @@ DEFAULT_BUFFER_BYTES = 4 << 20
 
 def _values(facts: Facts) -> Iterator[Finding]:
     """F16: a value that NCCL does not know, or that is out of its range."""
-    for field in Nccl.model_fields:
+    for field in NCCL_FIELDS:
         key = f"nccl.{field}"
         value = asked(facts, key)
         if value is None:
@@ -102,22 +107,49 @@ def _nearest(text: str, known: Sequence[str]) -> str:
 
 def _unmeasured(facts: Facts) -> Iterator[Finding]:
     """Our own server with tuned values beside speculation: what a launch of another engine is told as an effect."""
-    keys = [
-        f"nccl.{f}" for f in Nccl.model_fields if not f.startswith("debug") and asked(facts, f"nccl.{f}") is not None
-    ]
-    if keys and facts.deployment.speculation.num_steps != 0:
-        yield Finding(
-            "nccl-tuned",
-            f"{', '.join(facts.say(key) for key in keys)}, beside {facts.say('speculation.num_steps')}",
-            "values that were measured for this K, on this card and this topology: a verify step's sums are K + 1 rows "
-            "wide and a draft's stand between them, so that what was best for plain decoding need not be best here",
-            (
-                "leave the section nccl out: NCCL chooses",
-                "benchmark with and without it, interleaved, and note for which K",
-            ),
-            severity="warning",
-            runbook="wrong-flags.md",
-        )
+    keys = [f"nccl.{f}" for f in NCCL_FIELDS if not f.startswith("debug") and asked(facts, f"nccl.{f}") is not None]
+    deployment = facts.deployment
+    if not keys or deployment.speculation.num_steps == 0:
+        return
+    measured = deployment.nccl.measured_for
+    if measured is None:
+        found = f"{', '.join(facts.say(key) for key in keys)}, beside {facts.say('speculation.num_steps')}"
+    else:
+        other = measured_otherwise(measured, deployment, read_gpus() if deployment.host.kind == "local" else None)
+        if not other:
+            return
+        found = f"{', '.join(keys)} were measured for {', '.join(f'{before}, not {now}' for before, now in other)}"
+    yield Finding(
+        "nccl-tuned",
+        found,
+        "values that were measured for this K, on this card and this topology: a verify step's sums are K + 1 rows "
+        "wide and a draft's stand between them, so that what was best for plain decoding need not be best here",
+        (
+            "leave the section nccl out: NCCL chooses",
+            "time them with `slipstream doctor CONFIG --ranks N`, which prints nccl.measured_for; benchmark with and "
+            "without them, interleaved",
+        ),
+        severity="warning",
+        runbook="wrong-flags.md",
+    )
+
+
+def measured_otherwise(measured: NcclMeasured, deployment: "Deployment", gpus: Gpus | None) -> list[tuple[str, str]]:
+    """(what the values were measured for, what is here) where they differ; `gpus`: of the host, None where unknown."""
+    ranks, steps = deployment.server.tensor_parallel_size, deployment.speculation.num_steps
+    compared: list[tuple[str, object, object]] = [("ranks", measured.ranks, ranks)]
+    compared.append(("K", measured.num_steps, deployment.speculation.max_num_steps if steps == "auto" else steps))
+    if gpus is not None and gpus.cards:
+        cards = gpus.cards[:ranks]
+        compared.append(("card", measured.card, cards[0].name))
+        compared.append(("topology", measured.topology, topology([card.peers for card in cards])))
+    return [(f"{name} {before}", str(now)) for name, before, now in compared if before != now]
+
+
+def topology(peers: Sequence[Mapping[int, str]]) -> str:
+    """How these cards reach each other, at worst: nvlink, pcie or host. `peers`: of each, as `nvml.Gpu` has them."""
+    ways = {way for card in peers for other, way in card.items() if int(other) < len(peers)}
+    return next((way for way in ("host", "pcie") if way in ways), "nvlink")
 
 
 NCCL_TUNED = Check("nccl-tuned", "NCCL's tuned values were measured for what is served", _unmeasured)
@@ -130,7 +162,7 @@ F16 = Check(
 
 
 def _carried_over(launch: Launch) -> Iterator[Effect]:
-    keys = [f"nccl.{field}" for field in Nccl.model_fields if launch.get(f"nccl.{field}") is not None]
+    keys = [f"nccl.{field}" for field in NCCL_FIELDS if launch.get(f"nccl.{field}") is not None]
     tuning = [key for key in keys if not key.startswith("nccl.debug")]
     if tuning:
         yield Effect(

@@ -7,7 +7,7 @@ The meaning of a flag is the description of its key in the schema. Releases are 
 from dataclasses import dataclass
 from functools import cache
 
-from slipstream.configs.nccl import Nccl
+from slipstream.configs.nccl import NCCL_FIELDS
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ NCCL = tuple(
         "NCCL_" + field.removesuffix("_bytes").upper(),
         "acts on the sums of draft and verify, too, where NCCL does them",
     )
-    for field in Nccl.model_fields
+    for field in NCCL_FIELDS
 )
 
 FLAGS: tuple[Flag, ...] = (*SHARED, *SPECULATION, *MACHINE, *SERVICE, *NCCL)

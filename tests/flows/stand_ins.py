@@ -1,8 +1,9 @@
 """Stand-ins for all stages, in every process of a deployed run; installed as `sitecustomize` of a test's project.
 
-What they do is said by files in the folder STAND_INS, so that a test reaches them in a worker's flow process:
-`hang-STAGE` makes a stage wait until the file is gone, `fail-STAGE` makes it fail, `ran` lists what ran, in order.
-Stage launch starts a detached process as a server would be; cleanup and restore are the real ones.
+What they do is said by files in the project's folder `control`, so that a test reaches them in a worker's flow process
+and on a far host: `hang-STAGE` makes a stage wait until the file is gone, `fail-STAGE` makes it fail, `ran` lists what
+ran, in order. Stage launch starts a server that only stands there (tests/tasks/stub_server.py), with the draft `draft`,
+and does what the real one does around it; parity starts a detached process; cleanup and restore are the real ones.
 """
 
 import os
@@ -11,7 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(os.environ["STAND_INS"])
+SITE = Path(__file__).resolve().parent
+FOLDER = SITE.parent / "control"
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -22,7 +24,10 @@ def install() -> None:
     from slipstream.tasks.stage import Stage
 
     def stand_in(stage: Stage) -> Stage:
-        return Stage(stage.name, 1, stage.needs, stage.config_sections, _body(stage), cached=stage.cached)
+        needs = (
+            () if stage.name in ("launch", "benchmark") else stage.needs
+        )  # so that serve may begin with nothing done
+        return Stage(stage.name, 1, needs, stage.config_sections, _body(stage), cached=stage.cached)
 
     table = tuple(stand_in(stage) for stage in registry.STAGES)
     registry.STAGES, registry.RESTORE = table, stand_in(registry.RESTORE)
@@ -33,15 +38,18 @@ def _body(stage: Any) -> Any:
     def run(context: Any) -> dict[str, Any]:
         with (FOLDER / "ran").open("a") as file:
             file.write(f"{stage.name} {os.getpid()}\n")
-        if stage.name in ("launch", "parity"):
+        if stage.name == "parity":
             _start(context.workdir)
+        server = _serve(context) if stage.name == "launch" else None
         while (FOLDER / f"hang-{stage.name}").exists():
             time.sleep(0.05)
         if (FOLDER / f"fail-{stage.name}").exists():
             raise RuntimeError(f"{stage.name} was told to fail")
         if stage.name in ("cleanup", "restore"):
             return stage.run(context)
-        return {"report": _report, "launch": _launched}.get(stage.name, lambda _: {"answer": 42})(context)
+        if server is not None:
+            return _proven(context, server)
+        return _report(context) if stage.name == "report" else {"answer": 42}
 
     return run
 
@@ -54,8 +62,21 @@ def _start(workdir: Path) -> None:
         start_detached(SLEEP, log=workdir / "server.log", state_file=state_file)
 
 
-def _launched(_: Any) -> dict[str, Any]:
-    return {"base_url": "http://127.0.0.1:1", "model": "stand-in", "pid": 1}
+def _serve(context: Any) -> Any:
+    from slipstream.tasks.cleanup import clean
+    from slipstream.tasks.server import start_command
+
+    clean(context.workdir, context.config)
+    words = ["--draft", str(FOLDER / "draft"), "--state-file", str((context.workdir / "server.ready.json").absolute())]
+    command = [sys.executable, str(SITE / "stub_server.py"), *words]
+    return start_command(context.config, context.workdir, command, 0, lambda _: None)
+
+
+def _proven(context: Any, server: Any) -> dict[str, Any]:
+    from slipstream.tasks.last_good import keep_last_good
+
+    keep_last_good(context.workdir, FOLDER / "draft", server.settings)
+    return {"base_url": server.url, "model": server.model, "pid": server.identity.pid}
 
 
 def _report(context: Any) -> dict[str, Any]:

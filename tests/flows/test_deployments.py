@@ -1,5 +1,6 @@
 """The deployments of prefect.yaml, run by a process worker against a real server: what they show, and how they end."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import httpx
+import psutil
 import pytest
 import yaml
 
@@ -68,9 +71,22 @@ class Project:
         lines = [line.split() for line in (self.control / "ran").read_text().splitlines()]
         return next(int(pid) for name, pid in reversed(lines) if name == stage)
 
-    def server_lives(self) -> bool:
-        record = read_record(self.workdir / "server.state.json")
+    def server_lives(self, workdir: Path | None = None) -> bool:
+        record = read_record((workdir or self.workdir) / "server.state.json")
         return record is not None and bool(group_members(record.identity))
+
+    def make_draft(self, mark: str) -> None:
+        (self.control / "draft").mkdir(exist_ok=True)
+        (self.control / "draft" / "mark").unlink(missing_ok=True)  # not through the link of what is kept
+        (self.control / "draft" / "mark").write_text(mark)
+
+    def serves(self, get: Callable[[str], str] = lambda url: httpx.get(url).text, workdir: Path | None = None) -> str:
+        """The draft of the server that answers; "" where none does."""
+        file = (workdir or self.workdir) / "server.ready.json"
+        try:
+            return str(json.loads(get(json.loads(file.read_text())["url"]))["draft"]["fingerprint"])
+        except (OSError, ValueError, httpx.HTTPError):
+            return ""
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
@@ -88,15 +104,17 @@ def everything(prefect_api: dict[str, str], tmp_path_factory: pytest.TempPathFac
     (folder / "control").mkdir()
     (folder / "site").mkdir()
     shutil.copy(Path(__file__).with_name("stand_ins.py"), folder / "site" / "sitecustomize.py")
+    shutil.copy(ROOT / "tests" / "tasks" / "stub_server.py", folder / "site")
     shutil.copy(ROOT / "prefect.yaml", folder)
     (folder / "configs" / "smollm2.yaml").write_text(
         yaml.safe_dump({"host": {"workdir": "work", "cache_dir": "cache"}})
     )
     (folder / ".env").write_text("PREFECT_API_URL=http://127.0.0.1:9/api\n")  # a dead one: ours outranks it
     paths = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**prefect_api, "PYTHONPATH": os.pathsep.join(paths), "STAND_INS": str(folder / "control")}
+    env = {**prefect_api, "PYTHONPATH": os.pathsep.join(paths)}
     env |= {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_LOGGING_LEVEL": "INFO", "OMP_NUM_THREADS": "1"}
     project = Project(folder, env)
+    project.make_draft("old")
     project.said = project.command("slipstream.flows.cli", "up").splitlines()
     yield project
     project.command("slipstream.flows.cli", "up", "--stop")
@@ -111,7 +129,9 @@ def project(everything: Project, with_prefect: str) -> Iterator[Project]:
     from slipstream.flows.host_limit import create_limit, limit_name
 
     for file in everything.control.iterdir():
-        file.unlink()
+        if file.is_file():
+            file.unlink()
+    everything.make_draft("old")
     with get_client(sync_client=True) as client:
         client.delete_global_concurrency_limit_by_name(limit_name(Deployment()))
     assert create_limit(Deployment())
@@ -122,6 +142,25 @@ def project(everything: Project, with_prefect: str) -> Iterator[Project]:
     if record is not None:
         for member in group_members(record.identity):
             os.kill(member.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def far(project: Project, load_test_module: Callable[[Path], Any], tmp_path: Path) -> Iterator[Any]:
+    """The way to a host in Linux namespaces of its own, for the deployment configs/far.yaml of the project."""
+    folder = ROOT / "tests" / "tasks" / "hosts"
+    ssh_tools, machine_tools = load_test_module(folder / "ssh_server.py"), load_test_module(folder / "machines.py")
+    ssh_tools.need_sshd()
+    machine_tools.need_namespaces()
+    one = machine_tools.machine_class(ssh_tools)(tmp_path / "machine", 0)
+    one.trust()
+    host = one.host(project.folder / "far")
+    machine_tools.use_this_python(host, tmp_path / "python", project.folder / "site")
+    values = {"kind": "ssh", "address": one.listen, "identity_file": str(one.user_key), "workdir": "here/far"}
+    values |= {"known_hosts": str(one.folder / "known_hosts"), "directory": str(project.folder / "far")}
+    (project.folder / "configs" / "far.yaml").write_text(yaml.safe_dump({"host": values}))
+    yield host
+    host.close()
+    one.stop()
 
 
 @pytest.fixture
@@ -218,7 +257,9 @@ def test_a_second_lifecycle_is_cached_but_for_what_is_not_there_any_more(done: P
     wait_for(lambda: tasks_of(run) == sorted(expected))  # states of tasks reach the server a moment later
 
 
-def test_serve_keeps_its_server_and_a_killed_launch_is_taken_back_by_the_worker(done: Project) -> None:
+def test_serve_keeps_its_server_and_what_it_replaced_is_brought_back_by_the_worker_when_it_is_killed(
+    done: Project,
+) -> None:
     run = done.run("stage", name="resolve")
     assert ends(run) == "Completed"
     assert done.ran() == []
@@ -229,20 +270,69 @@ def test_serve_keeps_its_server_and_a_killed_launch_is_taken_back_by_the_worker(
     assert done.server_lives()
     assert set(artifacts_of(run)) == {"slipstream-plan", "slipstream-server", "slipstream-benchmark"}
 
+    assert done.serves() == "old"
+
+    (done.control / "ran").unlink()
+    (done.control / "hang-launch").touch()
+    done.make_draft("new")
+    run = done.run("serve")
+    wait_for(lambda: done.ran() == ["launch"] and done.serves() == "new")
+    flow_process = done.process_of("launch")
+    os.kill(flow_process, signal.SIGKILL)
+    assert ends(run) == "Crashed"
+    wait_for(lambda: done.ran()[-1] == "restore" and done.serves() == "old")  # what was half launched is gone
+    assert done.process_of("restore") != flow_process
+
     run = done.run("cleanup")
     assert ends(run) == "Completed"
     assert not done.server_lives()
     assert "stopped" in artifacts_of(run)["slipstream-cleanup"]
 
-    (done.control / "ran").unlink()
-    (done.control / "hang-launch").touch()
-    run = done.run("serve")
-    wait_for(lambda: done.ran() == ["launch"] and done.server_lives())
-    flow_process = done.process_of("launch")
-    os.kill(flow_process, signal.SIGKILL)
+
+def test_serve_on_a_far_host_is_taken_back_there_when_its_flow_or_its_job_is_killed(project: Project, far: Any) -> None:
+    """`prefect deployment run`, the worker and its hook here; stages, server and records there, over OpenSSH."""
+    host = far
+    workdir = project.folder / "far" / "runs" / "far"
+
+    def get(url: str) -> str:
+        words = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
+        return str(host.run((sys.executable, "-c", words, url)).stdout)
+
+    def serves() -> str:
+        return project.serves(get, workdir)
+
+    def pid() -> int:
+        return int(json.loads((workdir / "server.state.json").read_text())["identity"]["pid"])
+
+    assert ends(project.run("serve", config="configs/far.yaml")) == "Completed"
+    assert serves() == "old"
+    assert not project.server_lives()
+    before = pid()
+
+    (project.control / "hang-launch").touch()
+    project.make_draft("new")
+    run = project.run("serve", config="configs/far.yaml")
+    wait_for(lambda: serves() == "new")  # half launched
+    worker = read_record(project.folder / "runs" / "prefect" / "worker.state.json")
+    assert worker is not None
+    (flow,) = [child for child in psutil.Process(worker.identity.pid).children() if os.getpgid(child.pid) == child.pid]
+    flow.kill()
     assert ends(run) == "Crashed"
-    wait_for(lambda: done.ran()[-1] == "restore" and not done.server_lives())  # it was half launched
-    assert done.process_of("restore") != flow_process
+    wait_for(lambda: serves() == "old" and project.ran()[-1] == "restore")
+    assert pid() != before
+    project.command("slipstream.flows.cli", "stage", "restore", "configs/far.yaml")  # by hand: it is left alone
+    assert serves() == "old"
+
+    run = project.run("serve", config="configs/far.yaml")
+    wait_for(lambda: serves() == "new")
+    host.run(("kill", "-KILL", "--", f"-{host.status('far-launch').identity['pid']}"))  # the job; its flow goes on
+    assert ends(run) == "Failed"
+    assert serves() == "old"
+    project.command("slipstream.flows.cli", "clean", "configs/far.yaml")
+    assert serves() == ""
+    project.command("slipstream.flows.cli", "stage", "restore", "configs/far.yaml")
+    assert serves() == ""  # that was a clean end
+    assert host.run(("cat", "/proc/net/tcp")).stdout.count(" 0A ") == 1  # its sshd alone listens there
 
 
 def test_a_run_that_is_cancelled_is_cleaned_up_on_its_way_out_and_leaves_the_worker_nothing(done: Project) -> None:
