@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
@@ -131,31 +132,36 @@ def _rank(told: argparse.Namespace, rows: Sequence[int]) -> None:
     if cards:
         parallel = join_cards(parallel) if told.own else parallel
         torch.cuda.set_device(told.rank)
-    group = _nccl_exchange(parallel).group if cards else parallel.group
+    exchange: Any = _nccl_exchange(parallel) if cards else None
+    library: Any = exchange.group if cards else parallel.group
     device, dtype = ("cuda", torch.bfloat16) if cards else ("cpu", torch.float32)
     carry: Any = parallel.card or parallel.group
     timed = time_graph if cards else time_calls
     times: dict[str, list[float]] = {"own_us": [], "library_us": []}
     with torch.inference_mode():
         for count in rows:
-            x = torch.full((count, told.hidden), 1.0 + told.rank, dtype=dtype, device=device)
+            x = torch.full((count, told.hidden), 1.0 + told.rank, dtype=dtype, device=device)  # [rows, hidden]
             buffer = torch.zeros_like(x)  # summed over and over: it has to stay finite
             if told.own:
                 total = all_reduce(x, carry)
                 assert bool((total == told.ranks * (told.ranks + 1) / 2).all()), "a sum came out wrong"
-                times["own_us"].append(timed(lambda x=x: all_reduce(x, carry)))
-            times["library_us"].append(timed(lambda buffer=buffer: group.allreduce([buffer]).wait()))
+                times["own_us"].append(timed(partial(all_reduce, x, carry)))
+            times["library_us"].append(timed(partial(_library_sum, library, buffer)))
     if told.rank == 0:
         name = torch.cuda.get_device_name() if cards else ""
-        library = "nccl" if cards else "gloo"
+        told_by = "nccl" if cards else "gloo"
         print(
-            MARK + json.dumps({"card": name, "library": library, "carrier": carrier_name(parallel), **times}),
+            MARK + json.dumps({"card": name, "library": told_by, "carrier": carrier_name(parallel), **times}),
             flush=True,
         )
     if cards:
         torch.cuda.synchronize()
     sys.stdout.flush()
     os._exit(0)  # NCCL's own end waits for peers
+
+
+def _library_sum(group: Any, buffer: Any) -> None:
+    group.allreduce([buffer]).wait()
 
 
 def time_graph(call: Callable[[], object]) -> float:

@@ -5,11 +5,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.configs.load import load
+from slipstream.configs.nccl import NcclMeasured
 from slipstream.engine.drafts.eagle3.checkpoint import load_draft, save_draft
 from slipstream.engine.drafts.eagle3.hf_config import DraftRecord
 from slipstream.engine.drafts.eagle3.layer_ids import Family
@@ -21,6 +23,8 @@ from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.flows.plan import Plan, derived_values, make_plan
 from slipstream.tasks import derived
 from slipstream.tasks.draft_weights import held_parameters, rank_parameters
+from slipstream.tasks.nvml import Gpu, Gpus
+from slipstream.tasks.other_engines.nccl import measured_otherwise
 from slipstream.tasks.rank_memory import GIB, RankMemory, rank_memory, rotary_bytes
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
@@ -262,3 +266,29 @@ def test_a_dense_target_is_counted_too(tmp_path: Path, left_over: ModuleType) ->
     parts = {part.what: part.bytes for part in made.parts}
     assert parts["other weights"] == 2 * derived.target_parameters(world.plan().facts.target)
     assert load(world.file, (), {}).deployment.host.gpu_memory_gib == 80.0
+
+
+def test_nccl_values_are_told_where_they_were_measured_for_something_else(tmp_path: Path) -> None:
+    deployment = plan(RTX, tmp_path=tmp_path).loaded.deployment
+    steps, ranks = deployment.speculation.num_steps, deployment.server.tensor_parallel_size
+    noted = {"num_steps": steps, "ranks": ranks, "card": "RTX", "topology": "pcie"}
+
+    def told(**changes: Any) -> list[str]:
+        override = f"nccl.measured_for={json.dumps({**noted, **changes})}"
+        findings = plan(RTX, override, tmp_path=tmp_path).findings
+        return [finding.found for finding in findings if finding.check == "nccl-tuned"]
+
+    assert told() == []
+    (found,) = told(num_steps=7)
+    assert f"were measured for K 7, not {steps}" in found
+    (found,) = told(ranks=2)
+    assert f"ranks 2, not {ranks}" in found
+
+    def card(name: str, way: str) -> Gpu:
+        return Gpu(0, name, "", "9.0", 1, 0, (), True, 0, False, False, {other: way for other in range(1, 3)})
+
+    measured = NcclMeasured.model_validate(noted)
+    here = Gpus("580", "13.0", tuple(card("RTX", "pcie") for _ in range(ranks)))
+    assert measured_otherwise(measured, deployment, here) == []
+    other = Gpus("580", "13.0", tuple(card("H200", "nvlink") for _ in range(ranks)))
+    assert measured_otherwise(measured, deployment, other) == [("card RTX", "H200"), ("topology pcie", "nvlink")]

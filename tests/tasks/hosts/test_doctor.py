@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from slipstream.configs.nccl import Nccl
 from slipstream.configs.schema import Deployment
+from slipstream.engine.bench.all_reduce import time_all_reduce
+from slipstream.engine.errors import SlipstreamError
 from slipstream.flows import cli
 from slipstream.tasks.hosts.doctor import judge
+from slipstream.tasks.hosts.doctor_sums import judge_sums, rows_to_time, time_sums
 from slipstream.tasks.hosts.host import Job
 
 GB = 10**9
@@ -199,3 +203,58 @@ def test_on_the_command_line(tmp_path):
     value = json.loads(told.output)
     assert [f["check"] for f in value["findings"] if f["severity"] == "error"] == ["port"]
     assert value["host"] == "this machine"
+
+
+# ---- sums over ranks -------------------------------------------------------------------------------------------------
+
+
+def timed(**changes):
+    plain = {"ranks": 2, "card": "NVIDIA H200", "library": "nccl", "carrier": "peer memory", "rows": [1, 2, 3, 4]}
+    plain |= {"hidden": 4096, "own_us": [6.0, 6.5, 7.0, 7.5], "default_us": [12.0, 12.0, 13.0, 14.0], "nccl": {}}
+    return {**plain, "configured_us": None, "num_steps": 3, "topology": "nvlink", "hidden_known": True, **changes}
+
+
+def test_sums_over_two_ranks_are_timed_on_the_command_line(tmp_path):
+    config = tmp_path / "d.yaml"
+    config.write_text(f"host: {{workdir: {tmp_path / 'work'}}}\nspeculation: {{num_steps: 2}}\nnccl: {{algo: Ring}}\n")
+    told = CliRunner().invoke(cli.app, ["doctor", str(config), "--ranks", "2", "--set", "server.device=cpu", "--json"])
+    assert told.exit_code == 0, told.output
+    value = json.loads(told.output)
+    sums = value["facts"]["all_reduce"]
+    assert (sums["ranks"], sums["rows"], sums["library"], sums["carrier"]) == (2, [1, 2, 3], "gloo", "gloo")
+    assert all(len(sums[key]) == 3 and min(sums[key]) > 0 for key in ("own_us", "default_us", "configured_us"))
+    said = {f["check"]: f["consequence"] for f in value["findings"]}
+    assert "gloo stands in" in said["all-reduce"]
+    assert "gloo does not read them" in said["nccl values"]
+
+
+def test_a_rank_that_ends_badly_is_told_with_its_words():
+    with pytest.raises(SlipstreamError, match=r"ended with \[.*1.*\]") as error:
+        time_all_reduce(2, (1,), 64, {}, device="cuda")
+    assert "2 ranks, and torch sees" in error.value.found
+
+
+@pytest.mark.parametrize(
+    ("value", "check", "severity", "words"),
+    [
+        (timed(), "all-reduce", "ok", "NCCL's values do not act on them"),
+        (timed(carrier="NCCL"), "all-reduce", "warning", "do not reach each other's memory"),
+        (timed(nccl={"NCCL_ALGO": "Ring"}, configured_us=[12.0, 15.0, 13.0, 14.0]), "nccl values", "warning", "2 rows"),
+        (timed(nccl={"NCCL_ALGO": "Ring"}, configured_us=[11.0, 12.0, 13.0, 14.5]), "nccl values", "ok", "no slower"),
+    ],
+)
+def test_what_timed_sums_mean(value, check, severity, words):
+    finding = next(f for f in judge_sums(value) if f.check == check)
+    assert (finding.severity, words in finding.consequence) == (severity, True)
+    if check == "nccl values" and severity == "ok":
+        noted = json.loads(finding.do.partition("nccl.measured_for: ")[2])
+        assert Nccl(algo="Ring", measured_for=noted).variables == {"NCCL_ALGO": "Ring"}
+
+
+def test_rows_of_every_round_and_no_sums_beside_somebody_else():
+    assert rows_to_time(0) == [1]
+    assert rows_to_time(7) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert rows_to_time(15) == [1, 2, 4, 8, 16]
+    busy = facts(card(0), card(1, users=[user()]))
+    with pytest.raises(SlipstreamError, match="somebody is on GPU 1"):
+        time_sums(None, busy, deployment(2), 2)
