@@ -73,7 +73,13 @@ class Host(Section):
     more: Annotated[tuple[OtherHost, ...], Field(strict=False)] = Field(
         default=(),
         description="Further far hosts (kind ssh), each by what differs from the first: `doctor` and `host` take them "
-        "too; stages run on the first host only.",
+        "too, the lifecycle has them answer and extract shares of the prompts, flow `roll` serves on all; every other "
+        "stage runs on the first host only.",
+    )
+    task_runner: Literal["threads", "ray"] = Field(
+        default="threads",
+        description="Prefect's task runner that carries the shares of several hosts: threads of the flow, or Ray "
+        "(extra `ray`), whose workers must see this project and host.workdir by the same paths.",
     )
     max_sessions: Annotated[int, Field(ge=2)] = Field(
         default=10, description="Sessions that the SSH server allows on one connection (sshd's MaxSessions)."

@@ -1,7 +1,8 @@
 """Flow `lifecycle`: from a package to a benchmarked speculative server and back to a clean machine.
 
-One flow with a Prefect task for each stage. Whatever happens, servers that the run started are stopped, but for
-`server.after: keep` after a run that ended well, and on a far host that cannot be reached.
+One flow with a Prefect task for each stage, and over several hosts for each share of the prompts. Whatever happens,
+servers that the run started are stopped, but for `server.after: keep` after a run that ended well, and on a far host
+that cannot be reached.
 """
 
 from typing import Any
@@ -11,6 +12,7 @@ from prefect import flow
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.artifacts import publish_plan, publish_report
 from slipstream.flows.deployed import deployed
+from slipstream.flows.fan_out import WHOLE, fan_out
 from slipstream.flows.hooks import stop_what_ran
 from slipstream.flows.plan import make_plan
 from slipstream.tasks import gates
@@ -44,7 +46,11 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
             plan = make_plan(config, overrides or ())
             publish_plan(plan, () if plan.errors else here.tasks.looks())
             refuse(plan.findings)
-            results = [here.tasks(stage) for stage in all_stages()]
+            results = []
+            for stage in all_stages():
+                if stage.name == WHOLE[0]:
+                    fan_out(here, config, list(overrides or ()))
+                results.append(here.tasks(stage))
             publish_report(results[-1])
             gates.require(results[-1].figures["gates"])
         except HostUnreachable:

@@ -9,6 +9,7 @@ from slipstream.flows import hooks
 from slipstream.flows.artifacts import publish_figures, publish_report
 from slipstream.flows.by_hand import SERVING_STAGES
 from slipstream.flows.deployed import deployed
+from slipstream.flows.fan_out import WHOLE, fan_out
 from slipstream.flows.replace_server import replace_server
 from slipstream.tasks.checks import refuse_other_engine
 from slipstream.tasks.registry import get_stage
@@ -53,6 +54,8 @@ def stage(name: StageName, config: str, overrides: list[str] | None = None, forc
     with deployed(config, overrides or (), force=force) as here:
         if name in SERVING_STAGES:
             refuse_other_engine(here.deployment, f"stage {name}")
+        if name in WHOLE:
+            fan_out(here, config, list(overrides or ()))
         result = replace_server(here) if name == StageName.LAUNCH else here.tasks(get_stage(str(name)))
         publish_figures(result)
         if result.name == "report":

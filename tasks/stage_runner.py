@@ -51,7 +51,15 @@ class _Far:
         if not is_registered(stage):
             refuse_far_host(self._deployment, f"a stage {stage.name} that was changed here")
         if stage.name in ENDS_STAGES:
-            stop_far_stages(self._host, self._workdir, lambda text: self._reporter.say(stage.name, text, markup=False))
+
+            def say(text: str) -> None:
+                self._reporter.say(stage.name, text, markup=False)
+
+            stop_far_stages(self._host, self._workdir, say)
+            if self._deployment.host.more:
+                from slipstream.tasks.hosts.fleet import stop_shares
+
+                stop_shares(self._deployment, self._workdir, say)
         return run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
 
     def look(self, names: Sequence[str]) -> list[StageLook]:

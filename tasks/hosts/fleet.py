@@ -1,9 +1,10 @@
 """Several hosts: shares of the work to each, to another where one is lost; replicas replaced one by one.
 
-No command calls these functions yet. `run_share` needs nothing but its arguments, for whatever maps it over the shares.
+`flows/fan_out.py` maps the shares. `run_share` needs nothing but its arguments, for whatever maps it over the shares.
 A share that is asked for again finds its jobs, running or ended, as every job does.
 """
 
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -83,6 +84,28 @@ def run_share(number: int, deployment: "Deployment", workdir: Path, reporter: Re
         return folder
 
     return on_a_living_host(number, deployments, work, lambda text: reporter.warn("extract", text))
+
+
+def fetched_share(share: tuple[int, int], deployment: "Deployment", workdir: Path) -> Path | None:
+    """The folder of a share that was fetched whole; None where it was not."""
+    folder = workdir / shares_folder(deployment) / share_name(share)
+    return folder if (folder / STORE / STORE_MANIFEST).is_file() else None
+
+
+def stop_shares(deployment: "Deployment", workdir: Path, say: Say) -> None:
+    """Stops the stages of this run's shares on every host that can be reached; of the others, who cannot is told."""
+    job = re.compile(rf"{re.escape(run_name(workdir))}-\d+-of-\d+-({'|'.join(SHARED_STAGES)})")
+    for there in each_deployment(deployment):
+        host = open_host(there.model_copy(update={"host": there.host.model_copy(update={"reconnect_seconds": 0})}))
+        try:
+            for status in host.jobs(f"{run_name(workdir)}-"):
+                if job.fullmatch(status.name) and status.members:
+                    host.stop(status.name)
+                    say(f"stopped {status.name} on {host.name}")
+        except HostUnreachable as error:
+            say(f"{error.found}: what runs there of a share goes on")
+        finally:
+            host.close()
 
 
 def lay_shares(host: Host, deployment: "Deployment", workdir: Path, say: Say) -> int:

@@ -18,6 +18,7 @@ from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
 from slipstream.tasks.hosts.fleet import Replica, lay_shares, on_a_living_host, roll, run_share
 from slipstream.tasks.hosts.host import HostUnreachable, Job
 from slipstream.tasks.hosts.open_host import each_deployment
+from slipstream.tasks.manifest import read_manifest
 from slipstream.tasks.shares import done_stores, shares_folder
 from slipstream.tasks.stage import run_stage
 
@@ -117,8 +118,8 @@ def fleet(machine, machine_tools, chats, tiny, tmp_path):
     return machines, made, section.workdir
 
 
-def test_two_hosts_share_the_work_one_dies_and_the_whole_is_as_from_one(fleet, machine_tools, tmp_path):
-    machines, deployment, workdir = fleet
+def share_by_threads(deployment, workdir, machines, machine_tools):
+    """The functions alone. One host dies when its share begins. Returns what was told of shares that moved."""
     listeners = [machine_tools.Listener(), machine_tools.Listener("started", machines[1].power_off)]
     warned = []
     listeners[1].warn = lambda stage, text: warned.append(text)
@@ -129,13 +130,13 @@ def test_two_hosts_share_the_work_one_dies_and_the_whole_is_as_from_one(fleet, m
         thread.start()
     for thread in threads:
         thread.join()
-    (moved,) = [text for text in warned if "goes to another host" in text]
-    assert machines[1].listen in moved
+    return [text for text in warned if "goes to another host" in text]
 
-    local = HostSection(workdir=tmp_path / "alone", threads=1)
-    alone = deployment.model_copy(update={"host": local})
-    for stage in (resolve.STAGE, regenerate.STAGE, extract.STAGE):
-        run_stage(stage, alone, tmp_path / "alone")
+
+def test_two_hosts_share_the_work_one_dies_and_the_whole_is_as_from_one(fleet, machine_tools, tmp_path):
+    machines, deployment, workdir = fleet
+    (moved,) = share_by_threads(deployment, workdir, machines, machine_tools)
+    assert machines[1].listen in moved
 
     class Here:
         """The host of the whole run, where it is this machine."""
@@ -150,17 +151,56 @@ def test_two_hosts_share_the_work_one_dies_and_the_whole_is_as_from_one(fleet, m
 
     assert lay_shares(Here(), deployment, workdir, lambda _: None) == 2
     whole = tmp_path / "far" / "runs" / "demo"
-    results = {stage.name: run_stage(stage, alone, whole) for stage in (resolve.STAGE, regenerate.STAGE, extract.STAGE)}
-    expected = read_conversations(tmp_path / "alone" / "regenerate" / CONVERSATIONS)
+    one = deployment.model_copy(update={"host": HostSection(workdir=tmp_path / "alone", threads=1)})
+    for stage in (resolve.STAGE, regenerate.STAGE, extract.STAGE):
+        run_stage(stage, one, whole)
+    as_from_one_host(one, whole, tmp_path / "alone")
+
+
+def as_from_one_host(alone, whole, folder):
+    """What lies in `whole` is what one machine makes by itself, and was taken from the shares."""
+    for stage in (resolve.STAGE, regenerate.STAGE, extract.STAGE):
+        run_stage(stage, alone, folder)
+    expected = read_conversations(folder / "regenerate" / CONVERSATIONS)
     assert read_conversations(whole / "regenerate" / CONVERSATIONS) == expected
-    assert results["regenerate"].figures["resumed"] == results["extract"].figures["resumed"] == len(expected) > PROMPTS
-    ours, theirs = (HiddenStateStore(place / "extract" / "store") for place in (whole, tmp_path / "alone"))
+    for stage in ("regenerate", "extract"):
+        assert read_manifest(whole / stage)["figures"]["resumed"] == len(expected) > PROMPTS
+    ours, theirs = (HiddenStateStore(place / "extract" / "store") for place in (whole, folder))
     assert sorted(ours.conversation_ids()) == sorted(theirs.conversation_ids())
     for name in theirs.conversation_ids():
         one, other = ours.read(name), theirs.read(name)
         assert one.split == other.split
         assert bool((one.teacher == other.teacher).all())
         assert all(bool((one.slots[slot] == other.slots[slot]).all()) for slot in other.slots)
+
+
+@pytest.mark.soak
+def test_the_flow_fans_out_over_two_hosts_of_which_one_dies(fleet, machine_tools, tmp_path, monkeypatch):
+    """Flow `stage` on a real Prefect server: shares as mapped tasks, laid on the first host, whose stages take them."""
+    from slipstream.flows.prefect_server import prefect_server
+
+    machines, deployment, _ = fleet
+    config = tmp_path / "deployment.yaml"
+    config.write_text(deployment.model_dump_json())
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with prefect_server(tmp_path / "prefect"):
+        from slipstream.flows import fan_out
+        from slipstream.flows.stage import StageName, stage
+
+        ran, real = [], fan_out.run_share
+
+        def run(number, deployment, workdir, reporter, *, count):
+            ran.append(number)
+            if number == 1:
+                reporter = machine_tools.Listener("started", machines[1].power_off)
+            return real(number, deployment, workdir, reporter, count=count)
+
+        monkeypatch.setattr(fan_out, "run_share", run)
+        for name in (StageName.RESOLVE, StageName.REGENERATE, StageName.EXTRACT):
+            assert stage(name, str(config))["status"] == "done"
+    assert sorted(ran) == [0, 1]
+    one = deployment.model_copy(update={"host": HostSection(workdir=tmp_path / "alone", threads=1)})
+    as_from_one_host(one, tmp_path / "far0" / "runs" / "demo", tmp_path / "alone")
 
 
 def test_work_moves_only_where_a_host_is_lost(fleet):
