@@ -95,7 +95,8 @@ def start(home: Path, port: int, *, ui: bool = False) -> tuple[Detached, str]:
         [sys.executable, "-P", "-m", "prefect", "server", "start", "--host", ADDRESS, "--port", str(port)],
         log=log,
         state_file=home / "server.state.json",
-        env={"PREFECT_SERVER_UI_ENABLED": "true"} if ui else None,
+        # The page asks this address; by itself it would ask Prefect's own port, wherever the server is.
+        env={"PREFECT_SERVER_UI_ENABLED": "true", "PREFECT_SERVER_UI_API_URL": url} if ui else None,
         notes={"api": url},
     )
     try:

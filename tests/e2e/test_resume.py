@@ -70,7 +70,10 @@ class House:
 
 @pytest.fixture(scope="module")
 def house(chats: ModuleType, tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> House:
-    root = tmp_path_factory.mktemp("resume")
+    return make_house(chats, tiny, tmp_path_factory.mktemp("resume"))
+
+
+def make_house(chats: ModuleType, tiny: ModuleType, root: Path) -> House:
     target = chats.save_chat_target(root / "target", tiny, 0)
     prompts = [
         {"id": f"c-{topic}", "category": "ab"[i % 2], "turns": [f"a word about {topic}"]}
