@@ -2,7 +2,8 @@
 
 A packed weight takes the place of the plain one: no second copy is kept, but of an embedding that is the head as well,
 whose table stays for looking up tokens. What the kernels do not take keeps its plain weight and its Triton kernel:
-other dtypes than bf16, an input width that is no multiple of 32, queries and keys with a norm of their own.
+other dtypes than bf16, an input width that is no multiple of 32, queries and keys with a norm of their own. A router is
+packed on sm_90 and newer, where its shared expert is.
 
 INT4 weights lie in the order of their CUDA C++ kernels as soon as they are loaded; here those that the kernels take are
 marked. They are taken where the input width is a multiple of 128.
@@ -16,6 +17,7 @@ from torch import nn
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers import Attention, GatedMLP, Linear
+from slipstream.engine.layers.experts import MixtureOfExperts, Router
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder, pack
 from slipstream.kernels.int4 import Int4Weight
 from slipstream.kernels.matrix_products import VARIABLE, MatrixProducts, int4_products, matrix_products
@@ -87,14 +89,33 @@ def pack_weights(model: nn.Module) -> None:
                 packed = pack(layer.weight.data, order, head_dim)
                 del layer.weight  # a parameter's name takes nothing but parameters
                 layer.weight = packed
+    for block in model.modules():
+        if isinstance(block, MixtureOfExperts) and _gates(block):
+            packed = pack(block.gate.weight.data)
+            del block.gate.weight
+            block.gate.weight = packed
     if isinstance(model, TiedHead) and model.tied_head is not None and takes(model.tied_head, RowOrder.ROWS, 0):
         model.packed_head = pack(model.tied_head.data)
+
+
+def _gates(block: MixtureOfExperts) -> bool:
+    """Whether the kernels of gate.cuh take its router and its shared expert, which is packed already."""
+    from slipstream.kernels.cuda import gate_launch
+    from slipstream.kernels.gpu.launch import capability
+
+    router, shared = block.gate.weight, block.shared_experts
+    beside = [] if shared is None else [shared.gate_up_proj.weight, shared.down_proj.weight]
+    return (
+        all(isinstance(weight, PackedWeight) for weight in beside)
+        and takes(router, RowOrder.ROWS, 0)
+        and gate_launch.takes(capability(), router.shape[1])
+    )
 
 
 def describe(products: MatrixProducts, *models: nn.Module | None) -> dict[str, Any]:
     """For people and JSON: what runs the products of `models` and why, and how many of their weights are packed."""
     modules = [module for model in models if model is not None for module in model.modules()]
-    weights = [module.weight for module in modules if isinstance(module, Linear)]
+    weights = [module.weight for module in modules if isinstance(module, Linear | Router)]
     copies = [head for module in modules if isinstance(head := getattr(module, "packed_head", None), PackedWeight)]
     return {
         "kernels": products.kernels,

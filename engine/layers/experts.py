@@ -1,5 +1,7 @@
 """A mixture of experts in the place of a plain block: router, routed experts, shared expert, and one reduce."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -7,9 +9,8 @@ from slipstream.engine.deepseek_config import Experts
 from slipstream.engine.layers.linear import AddPartial, new_weight
 from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
-from slipstream.kernels.choose_experts import Choice, choose_experts
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
-from slipstream.kernels.rms_norm import norm_stream
+from slipstream.kernels.gate_experts import Gated, gate_experts
 from slipstream.kernels.route import Routing
 from slipstream.kernels.stream import Norm, Stream
 
@@ -17,18 +18,23 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Router(nn.Module):
-    """weight: [E, h]; e_score_correction_bias: [E] fp32. Whole on every rank, so that all choose alike."""
+    """weight: [E, h]; e_score_correction_bias: [E] fp32. Whole on every rank, so that all choose alike.
+
+    weight is a parameter until a model is loaded; then packed_weights.py may have put a `PackedWeight` there.
+    """
 
     def __init__(self, hidden_size: int, experts: Experts, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         e = experts
         self.routing = Routing(e.per_token, e.groups, e.groups_kept, e.normalise, e.scaling)
-        self.weight = nn.Parameter(torch.empty(e.num, hidden_size, dtype=dtype))
+        self.weight: Any = nn.Parameter(torch.empty(e.num, hidden_size, dtype=dtype))
         self.e_score_correction_bias = nn.Parameter(torch.empty(e.num, dtype=torch.float32))
 
-    def forward(self, x: torch.Tensor) -> Choice:
-        """x [M, h], normed -> the experts of every row."""
-        return choose_experts(x, self.weight.data, self.e_score_correction_bias.data, self.routing)
+    def forward(self, stream: Stream, norm: Norm, shared: GatedMLP | None) -> Gated:
+        """M rows, the norm of their block and its shared expert -> the experts of every row, and what that one adds."""
+        weight = self.weight.data if isinstance(self.weight, nn.Parameter) else self.weight
+        beside = None if shared is None else (shared.gate_up_proj.weight, shared.down_proj.weight)
+        return gate_experts(stream, norm, weight, self.e_score_correction_bias.data, self.routing, beside)
 
 
 class RoutedExperts(nn.Module):
@@ -87,8 +93,6 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, stream: Stream, norm: Norm) -> Stream:
         """The stream of M rows behind the block."""
-        x = norm_stream(stream, norm)  # [M, h]
-        choice = self.gate(x)
-        shared = None if self.shared_experts is None else self.shared_experts.partial(stream, norm)
-        weights, (ids, gates, lists) = self.experts.weights, (choice.ids, choice.gates, choice.lists)
-        return self.last_add(expert_mlp(x, weights, ids, gates, shared, lists), stream)
+        x, choice, shared = self.gate(stream, norm, self.shared_experts)
+        partial = expert_mlp(x, self.experts.weights, choice.ids, choice.gates, shared, choice.lists)
+        return self.last_add(partial, stream)

@@ -25,10 +25,6 @@ class GatedMLP(nn.Module):
         """What adds the block's output to the stream, for those who watch it: `reduce`, `partial`, called with it."""
         return self.down_proj
 
-    def partial(self, stream: Stream, norm: Norm) -> torch.Tensor:
-        """This rank's part of what is added, [M, h]."""
-        return self.down_proj.partial(norm_gate_up(stream, norm, self.gate_up_proj.weight))
-
     def forward(self, stream: Stream, norm: Norm) -> Stream:
         """The stream of M rows behind the block."""
         return self.down_proj(norm_gate_up(stream, norm, self.gate_up_proj.weight), stream)

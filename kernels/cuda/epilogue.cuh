@@ -165,6 +165,13 @@ __device__ inline Extra load_extra(const Params& p, int m, const Place& place) {
     return extra;
 }
 
+// silu(gate) * up of two sums.
+__device__ inline bf16 gated(float first, float second) {
+    const float gate = round_bf16(first), up = round_bf16(second);
+    const float activated = round_bf16(gate / (1.0f + exponential(-gate)));
+    return float_to_bf16(multiply(activated, up));
+}
+
 // Writes one output (pairs: `first` and `second` are gate and up, or element i and i + dim / 2 of a head). Sixteen
 // lanes come together with the rows of one tile.
 template <int EPILOGUE>
@@ -187,9 +194,7 @@ __device__ inline void finish(const Params& p, int m, const Place& place, float 
         }
     } else if (EPILOGUE == GATE_UP) {
         if (place.valid) {
-            const float gate = round_bf16(first), up = round_bf16(second);
-            const float activated = round_bf16(gate / (1.0f + exponential(-gate)));
-            p.out[int64_t(m) * p.N + place.at] = float_to_bf16(multiply(activated, up));
+            p.out[int64_t(m) * p.N + place.at] = gated(first, second);
         }
     } else if (place.valid) {
         const int half = p.head_dim / 2, head = place.head;

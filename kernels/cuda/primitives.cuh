@@ -240,6 +240,10 @@ __device__ inline void store_shared(uint32_t to, uint4 v) {
 __device__ inline void store_shared(uint32_t to, float v) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
+// Into the shared memory of any CTA of the cluster, by `cluster_address`.
+__device__ inline void store_there(uint32_t to, float v) {
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
+}
 __device__ inline float load_shared_float(uint32_t from) {
     float v;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(from) : "memory");

@@ -16,6 +16,7 @@ from slipstream.engine.models.deepseek import DeepseekModel
 from slipstream.engine.runner import capture_states
 from slipstream.engine.streamed_load import CheckpointNames, units_of
 from slipstream.engine.tensor_parallel import TensorParallel
+from slipstream.kernels.stream import Stream
 
 _PUBLISHED = kimi_k25()
 SMALL = {
@@ -77,7 +78,8 @@ def test_a_random_model_has_the_tensors_of_a_loaded_one_and_runs(kimi, tiny, tmp
     sizes = [float(states[slot_name(slot)].std()) for slot in (0, 2, 3)]
     assert 0.5 < min(sizes) <= max(sizes) < 20
     assert last.isfinite().all()
-    chosen = model.layers[3].mlp.gate(model.layers[3].post_attention_layernorm(states["slot_3"])).ids
+    layer = model.layers[3]
+    chosen = layer.mlp.gate(Stream(states["slot_3"]), layer.post_attention_layernorm.constants, None).choice.ids
     assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 30
     assert len(chosen.unique()) == 16
 
@@ -89,7 +91,7 @@ def test_rows_stay_apart_in_a_deep_model():
     model = random_deepseek(config, "cpu")
     chosen = [[] for _ in model.layers]
     for layer, ids in zip(model.layers[1:], chosen[1:], strict=True):
-        layer.mlp.gate.register_forward_hook(lambda _m, _i, out, ids=ids: ids.append(getattr(out, "choice", out).ids))
+        layer.mlp.gate.register_forward_hook(lambda _m, _i, out, ids=ids: ids.append(out.choice.ids))
     prompts = torch.randint(0, 128, (8, 32), generator=torch.Generator().manual_seed(7)).tolist()
     last = torch.stack([state[-1] for _, state in BatchCapture(model, (0,), 256, 32)(prompts)]).float()  # [8, h]
     cosines = torch.nn.functional.cosine_similarity(last[:, None], last[None], dim=-1) - torch.eye(8)

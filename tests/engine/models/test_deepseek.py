@@ -12,6 +12,7 @@ from slipstream.engine.loader import load_target
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.kernels.stream import Stream
 
 KIMI = Path(__file__).parents[2] / "checkpoints" / "kimi.py"
 BOUND = 1e-4
@@ -95,11 +96,11 @@ def test_the_bias_changes_who_is_chosen(world, prompts):
     """Otherwise a router that ignores it would pass."""
     router = world.target.layers[3].mlp.gate
     captured, _ = capture_states(world.target, prompts[0], (3,))
-    x = world.target.layers[3].post_attention_layernorm(captured["slot_3"])
-    chosen = router(x).ids.sort(dim=1).values
+    of_router = Stream(captured["slot_3"]), world.target.layers[3].post_attention_layernorm.constants, None
+    chosen = router(*of_router).choice.ids.sort(dim=1).values
     bias = router.e_score_correction_bias.data.clone()
     router.e_score_correction_bias.data.zero_()
-    unbiased = router(x).ids.sort(dim=1).values
+    unbiased = router(*of_router).choice.ids.sort(dim=1).values
     router.e_score_correction_bias.data.copy_(bias)
     changed = (chosen != unbiased).any(1).float().mean()
     print(f"the bias changes the experts of {changed:.0%} of rows")

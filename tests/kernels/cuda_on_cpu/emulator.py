@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import expert_launch, int4_launch, prompt_launch, route_launch, wide_launch
+from slipstream.kernels.cuda import expert_launch, gate_launch, int4_launch, prompt_launch, route_launch, wide_launch
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -51,6 +51,14 @@ def compile_experts(directory: Path) -> dict[str, ctypes.CDLL]:
     return {
         "route": _compile(directory, "route", "RouteParams"),
         "experts": _compile(directory, "expert_gemm", "ExpertParams"),
+    }
+
+
+def compile_front(directory: Path) -> dict[str, ctypes.CDLL]:
+    """The two kernels in front of routed experts."""
+    return {
+        "gate": _compile(directory, "gate", "GateParams"),
+        "choose": _compile(directory, "choose", "ChooseParams"),
     }
 
 
@@ -213,10 +221,16 @@ class ExpertEmulator:
             monkeypatch.setattr(module, "capability", lambda: arch)
             monkeypatch.setattr(module, "pdl_enabled", lambda: False)
         monkeypatch.setattr(expert_launch, "_sms", lambda device: 2)
+        monkeypatch.setattr(gate_launch, "_module", lambda name, device: _Module(self, Epilogue.STORE))
+        monkeypatch.setattr(gate_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(gate_launch, "pdl_enabled", lambda: False)
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
     ) -> None:
+        if name in ("gate_rows", "choose_rows"):
+            self._front(name, grid, threads, cluster, shared_bytes, params)
+            return
         routes = name.startswith("route")
         library = self._libraries["route" if routes else "experts"]
         if routes:
@@ -248,6 +262,37 @@ class ExpertEmulator:
         self.names.append(name)
 
     num_experts = 0
+
+    def _front(self, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any) -> None:
+        """The kernels in front of experts: ranges are x, the norm's weight, the shared expert's."""
+        kind = name.split("_")[0]
+        library = self._libraries[kind]
+        if kind == "gate":
+            ranges = [params.x, params.x + 2 * ((params.M - 1) * params.x_stride + params.K)]
+            size = params.router_units * 2 * params.chunks * 1024
+            if params.norm_weight:
+                ranges += [params.norm_weight, params.norm_weight + 2 * params.K]
+            if params.shared_weight:
+                ranges += [params.shared_weight, params.shared_weight + -(-params.I // 16) * 2 * params.chunks * 1024]
+        else:
+            size = -(-params.N // 32) * 2 * params.chunks * 1024
+            ranges = [params.x or 0, (params.x or 0) + 64 * params.M * params.chunks]
+        reads, flows = np.zeros(max(1, size // 16), dtype=np.uint32), np.zeros((grid, 4), dtype=np.int64)
+        self.faults += library.run(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p),
+            grid,
+            threads,
+            cluster,
+            shared_bytes,
+            ctypes.byref(params),
+            ctypes.c_long(reads.size * 16),
+            reads.ctypes.data_as(ctypes.c_void_p),
+            (ctypes.c_void_p * len(ranges))(*ranges),
+            len(ranges) // 2,
+            flows.ctypes.data_as(ctypes.c_void_p),
+        )
+        self.reads[kind] = reads
+        self.names.append(name)
 
 
 class _Module:

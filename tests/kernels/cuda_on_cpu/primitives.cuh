@@ -426,6 +426,10 @@ inline void store_shared(uint32_t to, uint4 v) {
     memcpy(reinterpret_cast<char*>(shared) + to, &v, 16);
 }
 inline void store_shared(uint32_t to, float v) { float_in_shared(to) = v; }
+inline void store_there(uint32_t to, float v) {
+    check_running(to);
+    float_in_shared(to) = v;
+}
 inline float load_shared_float(uint32_t from) { return float_in_shared(from); }
 
 inline void pdl_launch_dependents() {
