@@ -143,7 +143,7 @@ def test_four_deployments_what_they_show_and_what_they_cost(world: World) -> Non
     page = world.api.removesuffix("/api")
     pictures = {
         f"run-{where}": f"{page}/runs/flow-run/{first}",
-        f"run-{where}-artifacts": f"{page}/runs/flow-run/{first}?tab=Artifacts",
+        f"report-artifact-{where}": f"{page}/artifacts/key/slipstream-report",
         f"report-{where}": report.as_uri(),
     }
     for name, url in pictures.items():

@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from slipstream.tasks.conversations import CONVERSATIONS
 from slipstream.tasks.shares import STORE, STORE_MANIFEST, shares_folder
 
 Run = Callable[[], int]
+TOLD_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -77,10 +79,13 @@ def in_a_flow(do: Run) -> tuple[int, list[str]]:
         ids.append(context.flow_run.id)
         return do()
 
-    result = whole()
+    result, deadline = whole(), time.monotonic() + TOLD_SECONDS
     with get_client(sync_client=True) as client:
-        found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)))
-    return result, sorted(run.name for run in found)
+        while True:  # task runs are told to the server a moment later, from Ray's processes later still
+            found = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=ids)))
+            if len(found) >= result or time.monotonic() > deadline:
+                return result, sorted(run.name for run in found)
+            time.sleep(0.1)
 
 
 def test_each_host_has_a_share_at_the_same_time_and_what_is_done_has_none(shares: Any, config: Path) -> None:

@@ -1,8 +1,11 @@
 """`slipstream up`: what it refuses, and the settings under which it starts Prefect. It is run for real elsewhere."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slipstream.engine.errors import SlipstreamError
@@ -56,3 +59,41 @@ def test_nothing_is_reported_to_others_and_nothing_goes_to_the_users_home(
 
 def test_stopping_what_does_not_run_says_so(tmp_path: Path) -> None:
     assert up.stop(tmp_path) == ["worker: not running", "server: not running"]
+
+
+# A worker as Prefect's: its flow runs lead groups of their own. Argument: how long a run takes to make good.
+WORKER = """
+import subprocess, sys, time
+run = '''
+import signal, sys, time
+signal.signal(15, lambda *_: (time.sleep(float(sys.argv[1])), sys.exit()))
+print(flush=True)
+time.sleep(600)
+'''
+runs = [subprocess.Popen([sys.executable, "-c", run, sys.argv[1]], start_new_session=True, stdout=-1) for _ in range(2)]
+[one.stdout.readline() for one in runs]
+print(flush=True)
+[one.wait() for one in runs]
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("takes", "patience"), [("1", 60.0), ("60", 1.0)])
+def test_flow_runs_are_told_at_once_and_waited_for_as_long_as_they_take(
+    monkeypatch: pytest.MonkeyPatch, takes: str, patience: float
+) -> None:
+    monkeypatch.setattr(up, "FLOW_STOP_SECONDS", patience)
+    monkeypatch.setattr(up, "TELL_SECONDS", 0.3)
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, takes], stdout=subprocess.PIPE)
+    try:
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        told: list[str] = []
+        said = up._end_flow_runs(worker.pid, told.append)
+        assert len(said) == 2
+        assert all(("killed after 1 s" in line) == (takes == "60") for line in said)
+        assert "waiting for flow runs to make good" in told[0]
+        assert not psutil.Process(worker.pid).children() or takes == "60"
+    finally:
+        worker.kill()
+        worker.communicate()
