@@ -119,7 +119,13 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS)
+# Those that lie between two others of the same outcome are run by hand.
+BETWEEN = ("before its record is forgotten", "when room is made", "while the new one starts", "in the smoke test")
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(step, marks=[pytest.mark.soak] if step in BETWEEN else []) for step in STEPS]
+)
 def test_a_launch_that_is_killed_is_taken_back_unless_its_server_was_proven(stub, step):
     deployment, workdir = stub
     patch, expected = STEPS[step]
