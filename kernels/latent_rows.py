@@ -32,6 +32,34 @@ def write_latent(
     cache.flatten(0, 1).index_copy_(0, write_index, torch.cat((latent, rope), dim=1))  # [cells, kv_rank + rope]
 
 
+def latent_rows(
+    made: torch.Tensor,
+    query_norm: Norm,
+    norm: Norm,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    write_index: torch.Tensor,
+) -> torch.Tensor:
+    """`write_latent` of the last columns, and the norm of the first ones, from which queries are made.
+
+    Args:
+        made: [M, q_rank + kv_rank + rope_dim].
+        query_norm: of the first q_rank (`q_a_layernorm`).
+        norm, cos, sin, cache, write_index: of `write_latent`.
+
+    Returns:
+        The normed first columns [M, q_rank].
+    """
+    if on_gpu(made):
+        from slipstream.kernels.gpu import latent_rows as gpu
+
+        return gpu.latent_rows(made, query_norm, norm, cos, sin, cache, write_index)
+    width = query_norm.weight.shape[0]
+    write_latent(made[:, width:], norm, cos, sin, cache, write_index)
+    return rms_norm(made[:, :width], query_norm.weight, query_norm.eps)
+
+
 def rotate_query(q: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """q [M, H, nope + rope] with its last columns, as many as cos [M, rope] has, rotated; for `mla_prefill`."""
     if on_gpu(q):

@@ -11,7 +11,7 @@ from slipstream.engine.layers.linear import ColumnParallelLinear, MergedColumnPa
 from slipstream.engine.layers.norm import RMSNorm
 from slipstream.engine.tensor_parallel import Cut, TensorParallel
 from slipstream.kernels.head_linear import head_linear
-from slipstream.kernels.latent_rows import absorb_query, rotate_query, write_latent
+from slipstream.kernels.latent_rows import absorb_query, latent_rows, rotate_query
 from slipstream.kernels.mla_attention import mla_attention, mla_prefill
 from slipstream.kernels.norm_linear import norm_linear
 from slipstream.kernels.norm_qkv import Heads
@@ -164,24 +164,29 @@ class LatentAttention(nn.Module):
         Returns:
             `residual` with the block's output added.
         """
-        c, heads = self.latent, self.heads
         made = norm_linear(x, norm, self.qkv_a_proj.weight)  # [M, q_rank + cell]
-        queries, kv = Stream(made[:, : c.q_rank]), made[:, c.q_rank :]
-        q = norm_linear(queries, self.q_a_layernorm.constants, self.q_b_proj.weight)  # [M, H * (nope + rope)]
-        q = q.view(-1, heads.q, heads.dim)  # [M, H, nope + rope]
         if isinstance(attend, PagedLatents):
-            mixed = self._over_pages(q, kv, cos, sin, attend)
+            mixed = self._over_pages(made, cos, sin, attend)
         else:
-            mixed = attend(rotate_query(q, cos, sin), *self._expanded(kv, cos, sin))
+            q_rank = self.latent.q_rank
+            q = self._queries(Stream(made[:, :q_rank]), self.q_a_layernorm.constants)
+            mixed = attend(rotate_query(q, cos, sin), *self._expanded(made[:, q_rank:], cos, sin))
         return self.o_proj(mixed.flatten(1), residual)  # [M, H, v] -> [M, H * v] -> [M, h]
 
+    def _queries(self, latents: Stream, norm: Norm | None) -> torch.Tensor:
+        """[M, q_rank], read through `norm` -> [M, H, nope + rope], not rotated."""
+        made = norm_linear(latents, norm, self.q_b_proj.weight)  # [M, H * (nope + rope)]
+        return made.view(-1, self.heads.q, self.heads.dim)  # [M, H, nope + rope]
+
     def _over_pages(
-        self, q: torch.Tensor, kv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: PagedLatents
+        self, made: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pages: PagedLatents
     ) -> torch.Tensor:
-        """q [M, H, nope + rope], not rotated, kv [M, cell] as it was made, cos, sin [M, rope] -> [M, H, v]."""
+        """made [M, q_rank + cell] by `qkv_a_proj`, cos, sin [M, rope] -> [M, H, v]."""
         c, heads, cache, rows = self.latent, self.heads, pages.cache, pages.rows
         shape = rows.positions.shape  # B, R
-        write_latent(kv, self.kv_a_layernorm.constants, cos, sin, cache, rows.write_index)
+        norms = self.q_a_layernorm.constants, self.kv_a_layernorm.constants
+        normed = latent_rows(made, *norms, cos, sin, cache, rows.write_index)  # [M, q_rank]
+        q = self._queries(Stream(normed), None)
         if rows.prefill and self.kv_b_proj is not None and not cache.is_cuda:
             q = rotate_query(q, cos, sin).view(*shape, heads.q, heads.dim)  # [M, H, d] -> [B, R, H, d]
             mixed = mla_prefill(q, cache, rows, c.scale, self.kv_b_proj.weight, c.nope_dim, c.value_dim)

@@ -21,34 +21,78 @@ def _write_latent_kernel(
     sin_ptr,
     cells_ptr,
     write_index_ptr,
+    query_ptr,
+    query_norm_ptr,
+    query_eps,
+    normed_ptr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    QUERY: tl.constexpr,
+    Q: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program a row."""
+    """A program for each row's cell, and one for the queries' latent in front of it, where there is one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    k, d = tl.arange(0, D), tl.arange(0, E)
+    m, k, d = tl.program_id(0).to(tl.int64), tl.arange(0, D), tl.arange(0, E)
     weight = tl.load(norm_ptr + k, mask=k < RANK, other=0.0)
+    if QUERY > 0:
+        j = tl.arange(0, Q)
+        query_weight = tl.load(query_norm_ptr + j, mask=j < QUERY, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    m = tl.program_id(0).to(tl.int64)
-    cell = cells_ptr + tl.load(write_index_ptr + m) * (RANK + ROPE)
-    row = kv_ptr + m * kv_stride
-    x = tl.load(row + k, mask=k < RANK, other=0.0)
-    x32 = x.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(x32 * x32, 0) / RANK + eps)
-    tl.store(cell + k, normalise(x, rstd, weight), mask=k < RANK)
-    rope = rotated(row + RANK, cos_ptr, sin_ptr, m, d, d < ROPE, ROPE)
-    tl.store(cell + RANK + d, rope, mask=d < ROPE)
+    if tl.program_id(1) == 0:
+        cell = cells_ptr + tl.load(write_index_ptr + m) * (RANK + ROPE)
+        row = kv_ptr + m * kv_stride
+        x = tl.load(row + k, mask=k < RANK, other=0.0)
+        x32 = x.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x32 * x32, 0) / RANK + eps)
+        tl.store(cell + k, normalise(x, rstd, weight), mask=k < RANK)
+        rope = rotated(row + RANK, cos_ptr, sin_ptr, m, d, d < ROPE, ROPE)
+        tl.store(cell + RANK + d, rope, mask=d < ROPE)
+    elif QUERY > 0:
+        y = tl.load(query_ptr + m * kv_stride + j, mask=j < QUERY, other=0.0)
+        y32 = y.to(tl.float32)
+        query_rstd = tl.rsqrt(tl.sum(y32 * y32, 0) / QUERY + query_eps)
+        tl.store(normed_ptr + m * QUERY + j, normalise(y, query_rstd, query_weight), mask=j < QUERY)
 
 
 def write_latent(
     kv: torch.Tensor, norm: Norm, cos: torch.Tensor, sin: torch.Tensor, cache: torch.Tensor, write_index: torch.Tensor
 ) -> None:
     """As the op."""
+    _write(kv, norm, cos, sin, cache, write_index, None, None)
+
+
+def latent_rows(
+    made: torch.Tensor,
+    query_norm: Norm,
+    norm: Norm,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    write_index: torch.Tensor,
+) -> torch.Tensor:
+    """As the op: one launch."""
+    width = query_norm.weight.shape[0]
+    normed = torch.empty((made.shape[0], width), dtype=made.dtype, device=made.device)
+    _write(made[:, width:], norm, cos, sin, cache, write_index, query_norm, normed, made)
+    return normed
+
+
+def _write(
+    kv: torch.Tensor,
+    norm: Norm,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cache: torch.Tensor,
+    write_index: torch.Tensor,
+    query_norm: Norm | None,
+    normed: torch.Tensor | None,
+    made: torch.Tensor | None = None,
+) -> None:
     num_rows, width = kv.shape
     rank = norm.weight.shape[0]
     if width != cache.shape[2] or cos.shape != (num_rows, width - rank) or sin.shape != cos.shape:
@@ -58,10 +102,11 @@ def write_latent(
         )
     if kv.stride(1) != 1 or not cache.is_contiguous() or not kv.dtype == cache.dtype == cos.dtype:
         raise ValueError(f"rows {kv.dtype}, strides {kv.stride()}: expected {cache.dtype}, columns side by side")
+    query = 0 if query_norm is None else query_norm.weight.shape[0]
     if num_rows:
         launch.launch(
             _write_latent_kernel,
-            (num_rows,),
+            (num_rows, 1 if query_norm is None else 2),
             num_warps=4,
             kv_ptr=kv,
             kv_stride=kv.stride(0),
@@ -71,10 +116,16 @@ def write_latent(
             sin_ptr=sin.contiguous(),
             cells_ptr=cache,
             write_index_ptr=write_index,
+            query_ptr=made,
+            query_norm_ptr=None if query_norm is None else query_norm.weight,
+            query_eps=0.0 if query_norm is None else query_norm.eps,
+            normed_ptr=normed,
             RANK=rank,
             ROPE=width - rank,
             D=triton.next_power_of_2(rank),
             E=max(2, triton.next_power_of_2(width - rank)),
+            QUERY=query,
+            Q=triton.next_power_of_2(max(1, query)),
         )
 
 

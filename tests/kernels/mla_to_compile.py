@@ -3,7 +3,7 @@
 import torch
 
 from slipstream.kernels.gpu.head_linear import head_linear
-from slipstream.kernels.gpu.latent_rows import absorb_query, rotate_query, write_latent
+from slipstream.kernels.gpu.latent_rows import absorb_query, latent_rows, rotate_query, write_latent
 from slipstream.kernels.gpu.mla_attention import mla_attention, mla_prefill
 from slipstream.kernels.paged_attention import AttentionRows
 from slipstream.kernels.stream import Norm
@@ -41,3 +41,5 @@ def small_steps() -> None:
     kv = _empty(num_rows, 1536 + RANK + ROPE)[:, 1536:]
     index = _empty(num_rows, dtype=torch.int64)
     write_latent(kv, Norm(_empty(RANK), 1e-5), angles, angles, _empty(100, 16, RANK + ROPE), index)
+    made, norms = _empty(num_rows, 1536 + RANK + ROPE), (Norm(_empty(1536), 1e-6), Norm(_empty(RANK), 1e-6))
+    latent_rows(made, *norms, angles, angles, _empty(100, 16, RANK + ROPE), index)

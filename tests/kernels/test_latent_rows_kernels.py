@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.kernels.head_linear import head_linear as head_linear_twin
-from slipstream.kernels.latent_rows import absorb_query, rotate_query, write_latent
+from slipstream.kernels.latent_rows import absorb_query, latent_rows, rotate_query, write_latent
 from slipstream.kernels.stream import Norm
 
 gpu = pytest.importorskip("slipstream.kernels.gpu.latent_rows")
@@ -45,6 +45,22 @@ def test_cells_are_the_twins(kernel_device: str, close: Close, dtype: torch.dtyp
     untouched = torch.ones(32, dtype=torch.bool)
     untouched[index] = False
     assert (ours.cpu().flatten(0, 1)[untouched] == 7).all()
+
+
+@DTYPES
+def test_cells_and_normed_queries_are_one_launch(kernel_device: str, close: Close, dtype: torch.dtype) -> None:
+    """The bits of `write_latent`, and the twin's norm."""
+    made, q_norm = randn(5, 20 + RANK + ROPE, dtype=dtype), Norm(0.5 + torch.rand(20).to(dtype), 1e-5)
+    norm, index = Norm(0.5 + torch.rand(RANK).to(dtype), 1e-5), torch.tensor([9, 2, 30, 17, 8])
+    theirs = torch.full((4, 8, RANK + ROPE), 7.0).to(dtype)
+    apart, ours = theirs.to(kernel_device), theirs.to(kernel_device)
+    want = latent_rows(made, q_norm, norm, *angles(5, dtype), theirs, index)
+    there = [one.to(kernel_device) for one in (*angles(5, dtype), index, norm.weight, made, q_norm.weight)]
+    got = gpu.latent_rows(there[4], Norm(there[5], 1e-5), Norm(there[3], 1e-5), there[0], there[1], ours, there[2])
+    gpu.write_latent(there[4][:, 20:], Norm(there[3], 1e-5), there[0], there[1], apart, there[2])
+    assert torch.equal(ours, apart)
+    close(got, want)
+    close(ours, theirs)
 
 
 @DTYPES
