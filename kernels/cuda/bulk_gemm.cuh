@@ -144,6 +144,8 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     }
     uint4 scale[X_DEPTH];
     if (NORM && !RESIDENT) {
+        // Else what is read of it on the way comes from the memory each time, behind the copies of all rings.
+        for (int i = threadIdx.x; i < p.K / 64; i += threads) prefetch(p.norm_weight + 64 * i);
 #pragma unroll
         for (int u = 0; u < X_DEPTH; ++u) {
             if (u < count) scale[u] = load_activation(p.norm_weight + k0 + u * k_step);
@@ -167,10 +169,11 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
     if (NORM) {
         // Sums take 1280 bytes for each part; there is room behind a norm's weight of at most 1024 for pieces of 256.
         static_assert(!RESIDENT || (NT == 1 && TM == 1 && X_DEPTH == 16), "no room for pieces of sums");
-        const bool together = RESIDENT && p.sumsq_in != nullptr && p.num_sumsq % 4 == 0 && p.num_sumsq <= p.K / 16;
-        float* const pieces = all_sums + p.K / 2;
+        const int room = RESIDENT ? p.M * p.K / 64 : warps * SUMS;  // for pieces
+        const bool together = p.sumsq_in != nullptr && p.num_sumsq % 4 == 0 && p.M * p.num_sumsq / 4 <= room;
+        float* const pieces = all_sums + (RESIDENT ? p.K / 2 : 0);
         if (together) put_pieces(p, pieces, threads);
-        if (RESIDENT) sync_some(threads);
+        if (RESIDENT || together) sync_some(threads);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             rstd[j] = together ? rstd_of_pieces(p, pieces, 8 * j + g, t) : row_rstd<(NT == 1 ? 8 : 4)>(p, 8 * j + g, t);
@@ -184,8 +187,8 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
                     for (int j = 0; j < NT; ++j) x[u][j] = normed(x[u][j], rstd[j], weight);
                 }
             }
-            sync_some(threads);
         }
+        if (RESIDENT || together) sync_some(threads);
     }
 
     Cursor at;

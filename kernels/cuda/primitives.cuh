@@ -187,6 +187,8 @@ __device__ inline void bulk_prefetch(const bf16* from, int bytes, uint64_t polic
     asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
                  : "memory");
 }
+// The 128 bytes around `from` into the L2.
+__device__ inline void prefetch(const bf16* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ inline uint4 load_shared(uint32_t from) {
     uint4 v;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"

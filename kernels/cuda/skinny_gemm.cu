@@ -35,7 +35,7 @@
 #define FOR_BULK(EPILOGUE, NORM)                 \
     BULK(EPILOGUE, NORM, 1, 1, 1, 16, 8, true)   \
     BULK(EPILOGUE, NORM, 1, 2, 1, 4, 8, false)   \
-    BULK(EPILOGUE, NORM, 2, 1, 1, 4, 8, false)
+    BULK(EPILOGUE, NORM, 1, 1, 1, 8, 8, false)
 #endif
 
 #ifndef SLIPSTREAM_EPILOGUE

@@ -185,6 +185,7 @@ def test_bulk_copies_hand_the_memory_over(
     override = Override(variant=variant, parts=8)
     expected = case.run(KERNEL, override=override)
     monkeypatch.setattr(launch, "flow", lambda epilogue, params: flow)
+    monkeypatch.setattr(launch, "ONE_FLOW", flow)
     found = case.run(KERNEL, override=override)
     assert emulator.faults == 0
     assert (emulator.reads == 1).all()
