@@ -344,6 +344,21 @@ def test_a_run_that_is_cancelled_is_cleaned_up_on_its_way_out_and_leaves_the_wor
     assert done.ran() == ["cleanup", "parity", "cleanup"]  # the hook's would stop what the next run has started
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("name", registry.NAMES)
+def test_a_run_can_be_cancelled_at_every_stage(done: Project, name: str) -> None:
+    shutil.rmtree(done.workdir / name, ignore_errors=True)
+    (done.control / f"hang-{name}").touch()
+    run = done.run("lifecycle")
+    wait_for(lambda: name in done.ran())
+    done.command("prefect", "flow-run", "cancel", str(run))
+    (done.control / f"hang-{name}").unlink() if name == "cleanup" else None  # the way out runs that stage, too
+    assert ends(run) == "Cancelled"
+    wait_for(lambda: not (done.workdir / LOCK).exists())
+    assert not done.server_lives()
+    assert done.ran()[-1] == "cleanup"
+
+
 def test_a_flow_whose_worker_is_killed_leaves_nothing_and_up_starts_another(done: Project) -> None:
     shutil.rmtree(done.workdir / "parity", ignore_errors=True)
     (done.control / "hang-parity").touch()
