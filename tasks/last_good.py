@@ -76,17 +76,24 @@ def read_last_good(workdir: Path) -> LastGood | None:
         return None
     expected, do = "what `slipstream stage launch` noted", f"delete {path.parent}"
     value = read_json(path, expected=expected, do=do)
+    before = {
+        "draft": DRAFT if (path.parent / DRAFT).is_dir() else None,
+        "wanted": True,
+    }  # of records of older releases
     try:
-        return LastGood(
-            **{**value, "identity": ProcessIdentity(**value["identity"]), "command": tuple(value["command"])}
-        )
+        identity, command = ProcessIdentity(**value["identity"]), tuple(value["command"])
+        return LastGood(**{**before, **value, "identity": identity, "command": command})
     except (KeyError, TypeError) as error:
         raise SlipstreamError(f"{path} names no server: {error!r}", expected=expected, do=do) from error
 
 
 def no_longer_wanted(workdir: Path) -> None:
     """A clean end begins: from here on nothing brings the last good server back."""
-    last = read_last_good(workdir)
+    try:
+        last = read_last_good(workdir)
+    except SlipstreamError:  # it can bring nobody back, and must not keep us from the end
+        (workdir / FOLDER / RECORD).unlink()
+        return
     if last is not None and last.wanted:
         write_json(workdir / FOLDER / RECORD, asdict(replace(last, wanted=False)))
 

@@ -15,6 +15,7 @@ import pytest
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import cleanup, last_good, launch, restore, server
 from slipstream.tasks.last_good import read_last_good
+from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.process import group_members, read_record
 from slipstream.tasks.stage import Stage, run_stage
 
@@ -175,6 +176,24 @@ def test_a_server_comes_back_where_making_room_for_the_next_one_fails(stub, monk
     assert what_serves(workdir) is None
     assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
     assert what_serves(workdir) == "old"
+
+
+def test_a_record_of_an_older_release_is_read_and_a_damaged_one_keeps_nobody_from_the_end(stub):
+    deployment, workdir = stub
+    folder = workdir / "last-good"
+    value = read_json(folder / "record.json")
+    (folder / value.pop("draft")).rename(folder / "draft")
+    del value["wanted"]
+    write_json(folder / "record.json", value)
+    cleanup.clean(workdir, deployment)
+    assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
+    assert what_serves(workdir) == "old"
+    (folder / "record.json").write_text("{}")
+    with pytest.raises(SlipstreamError, match="names no server"):
+        read_last_good(workdir)
+    run_stage(cleanup.STAGE, deployment, workdir)
+    assert what_serves(workdir) is None
+    assert run_stage(restore.STAGE, deployment, workdir).figures == {"server": "none"}
 
 
 def test_a_server_that_hangs_or_lost_its_front_is_started_again(stub):
