@@ -39,9 +39,9 @@ class Tile:
 class Combine:
     """How partials are put together: columns of a program, chunks at a time, warps. All three touch bits."""
 
-    columns: int = 128
+    columns: int = 64
     chunks: int = 16
-    warps: int = 4
+    warps: int = 2
 
 
 # By architecture: decode and verify, then prompts. One cell of Kimi and DeepSeek has 1,152 bytes; two tiles of 32 of

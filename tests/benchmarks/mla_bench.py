@@ -103,26 +103,25 @@ SWEPT = ((1, 1, 256), (1, 4, 256), (1, 1, 2048), (1, 4, 2048), (1, 16, 2048), (1
 def settings() -> dict[str, tuple[Tile, int, Combine]]:
     """Name: (tile, programs, how partials are put together). Tiles and `Combine` differ in rounding."""
     usual, programs = decode_tile(torch.bfloat16), gpu.PROGRAMS
-    more = replace(usual, rows=32, warps=8)
+    wide = replace(usual, keys=64, warps=8, stages=2, chunks=32)
     tiles = {
         "as it is": usual,
-        "rows 32, 8 warps": more,
         "8 warps": replace(usual, warps=8),
-        "rows 32, 8 warps, keys 64": replace(more, keys=64, chunks=32),
-        "rows 32, stages 5": replace(more, stages=5),
-        "rows 32, chunks 32": replace(more, chunks=32),
+        "8 warps, chunks 32": replace(usual, warps=8, chunks=32),
         "chunks 32": replace(usual, chunks=32),
+        "keys 64, 8 warps": wide,
+        "keys 64, 8 warps, chunks 64": replace(wide, chunks=64),
+        "rows 32, keys 64, 8 warps": replace(wide, rows=32),
+        "8 warps, stages 2": replace(usual, warps=8, stages=2),
         "keys 16": replace(usual, keys=16),
-        "chunks 128": replace(usual, chunks=128),
+        "keys 16, 8 warps": replace(usual, keys=16, warps=8),
     }
     made = {}
     for name, tile in tiles.items():
         made[name] = (tile, programs, COMBINE)
         if len(made) == 2:  # these are quick to compile: before the rest of the tiles
-            for columns, chunks, warps in ((64, 32, 4), (256, 16, 4), (64, 16, 2)):
+            for columns, chunks, warps in ((128, 16, 4), (64, 16, 1), (32, 16, 1), (32, 32, 2), (128, 16, 2)):
                 made[f"combine {columns} x {chunks} x {warps}"] = (usual, programs, Combine(columns, chunks, warps))
-            made["programs 132"] = (usual, 132, COMBINE)
-            made["programs 1056"] = (usual, 1056, COMBINE)
     return made
 
 
