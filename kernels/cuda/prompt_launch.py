@@ -17,7 +17,7 @@ ORDER_WARPS, ORDER_CHUNKS = 4, 4
 SLOTS = 7  # of the ring
 SLOT_BYTES = 2 * (1024 * TILES + 64 * COLUMNS)
 SHARED_BYTES = BARRIER_BYTES + SLOTS * SLOT_BYTES
-FROM_ROWS, FROM_WORK = 256, 64  # of x; of what CTAs take, 128 rows by 8 tiles
+FROM_ROWS, FROM_WORK = 256, 40  # of x; of what CTAs take, 128 rows by 8 tiles
 
 
 class PromptParams(ctypes.Structure):
@@ -26,7 +26,7 @@ class PromptParams(ctypes.Structure):
     _fields_ = (
         ("common", Params),
         ("x_ordered", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("parts", "share_x", "share_weights", "pad")),
+        *((name, ctypes.c_int32) for name in ("parts", "pad")),
     )
 
 
@@ -35,17 +35,10 @@ class Sharing:
     """CTAs of a cluster. Changes no bit of the result.
 
     Args:
-        x: with neighbouring weight rows, which share the reads of x.
-        weights: as many times over, with neighbouring rows of x, which share the reads of the weights.
+        weights: as many, with neighbouring rows of x, share the reads of the weights.
     """
 
-    x: int = 1
     weights: int = 1
-
-    @property
-    def cluster(self) -> int:
-        """CTAs of a cluster."""
-        return self.x * self.weights
 
 
 @dataclass(frozen=True)
@@ -72,18 +65,18 @@ class Grid:
 def grid(sharing: Sharing, rows: int, tiles: int, device: Device) -> Grid:
     """The clusters that are on the card at once, if there is work for them, each with as many units as the others."""
     groups = -(-rows // (COLUMNS * sharing.weights))
-    work = -(-tiles // (TILES * sharing.x))
-    turns = -(-work // max(1, device.clusters(sharing.cluster) // groups))
+    work = -(-tiles // TILES)
+    turns = -(-work // max(1, device.clusters(sharing.weights) // groups))
     return Grid(groups, -(-work // turns))
 
 
 def choose(rows: int, tiles: int, device: Device) -> Sharing | None:
     """How `rows` rows of x and `tiles` tiles of weight rows are taken; None: other kernels are better.
 
-    Of six ways to share on an H200 that of two CTAs with the same weights is the fastest, or within 3 %. us, others /
-    this: 8B sizes, all four products, 256 rows 592 / 393, 2,048 4146 / 1917, but 128 rows 319 / 352. SmolLM2-135M's,
-    alone: work 20 of o and down 11 / 19 and 16 / 27, 32 of qkv 15 / 21, 96 of gate_up 36 / 13, 80 of o and down 35 / 21
-    and 49 / 31, 128 of qkv 54 / 24, 384 of gate_up 63 / 34. Not timed alone, so left to the others: work 40 and 48.
+    On an H200 two CTAs that share their weights are faster than one, or within 2 %. us, others / this: 8B sizes, all
+    four products, 128 rows 321 / 320, 256 590 / 361, 2,048 4134 / 1808. SmolLM2-135M's, alone, by work: 10 of o and
+    down 7 / 15 and 10 / 22, 16 of qkv 8 / 14, 20 of o and down 11 / 15 and 16 / 22, 32 of qkv 14.5 / 14.2, 40 of o and
+    down 19 / 16 and 28 / 23, 48 of gate_up 19 / 12, 64 of qkv 28 / 15, 384 of gate_up 134 / 32.
     """
     groups = -(-rows // COLUMNS)
     if not device.takes or rows < FROM_ROWS or groups * -(-tiles // TILES) < FROM_WORK:
@@ -134,9 +127,15 @@ def _device(device: int) -> Device:
 
 def sharing_for(epilogue: Epilogue, params: Params, device: int) -> Sharing | None:
     """As `choose`, for a launch."""
-    if params.M < FROM_ROWS:
+    if params.M < FROM_ROWS or not _in_pairs(params):
         return None
     return choose(params.M, _tiles(epilogue, params), _device(device))
+
+
+def _in_pairs(params: Params) -> bool:
+    """Whether two outputs side by side, and what they are added to or turned by, begin at multiples of 4 bytes."""
+    strides = params.N | params.residual_stride | params.angle_stride | params.kv_stride
+    return strides % 2 == 0 and all((at or 0) % 4 == 0 for at in (params.residual, params.cos, params.sin))
 
 
 def _tiles(epilogue: Epilogue, params: Params) -> int:
@@ -145,6 +144,8 @@ def _tiles(epilogue: Epilogue, params: Params) -> int:
 
 def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, sharing: Sharing, override: Override) -> None:
     """Fill the cut into `params` and launch on torch's current stream. `params.N`: outputs of a row, or weight rows."""
+    if not _in_pairs(params):
+        raise ValueError("outputs or strides are odd; expected even ones, two outputs are written at once")
     parts, _ = split_k(params.K, norm)
     tiles = _tiles(epilogue, params)
     there = grid(sharing, params.M, tiles, _device(device))
@@ -153,18 +154,18 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, sharing:
     params.slots = SLOTS
     chunks = params.K // 32
     ordered = _ordered(device, params.m_groups * COLUMNS * params.K)
-    prompt = PromptParams(params, ordered.data_ptr(), parts, sharing.x, sharing.weights)
+    prompt = PromptParams(params, ordered.data_ptr(), parts)
     pdl = pdl_enabled() if override.pdl is None else override.pdl
     functions, stream = _module(epilogue, device).functions, _stream(device)
     order_ctas = -(-params.M // 8) * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
     functions[f"order_{int(norm)}"].launch(order_ctas, 32 * ORDER_WARPS, 0, stream, prompt, pdl=pdl)
     functions[name(epilogue)].launch(
-        there.groups * there.walk * sharing.cluster,
+        there.groups * there.walk * sharing.weights,
         THREADS,
         SHARED_BYTES,
         stream,
         prompt,
         pdl=pdl,
-        cluster=sharing.cluster,
+        cluster=sharing.weights,
     )
     launched(settles=epilogue is Epilogue.QKV)  # as prompt_gemm.cuh does

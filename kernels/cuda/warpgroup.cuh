@@ -29,6 +29,12 @@ template <int COUNT>
 __device__ inline void more_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
+// 8 x 8 numbers of 16 bits, a row's in four lanes, turned: rows g and columns 2 t, 2 t + 1 change places.
+__device__ inline uint32_t turned(uint32_t v) {
+    uint32_t w;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(w) : "r"(v));
+    return w;
+}
 // What wgmma knows of a B operand in shared memory, 16 k by N columns: pieces of 8 columns by 8 k, a column's 16 bytes in
 // a row, `next_k` and `next_columns` bytes from one piece to the next.
 __device__ inline uint64_t wgmma_operand(uint32_t address, int next_k, int next_columns) {

@@ -152,7 +152,7 @@ def small_layers() -> None:
 def engine() -> None:
     """The public call with one token each: the prefill of 16 prompts of 128 tokens, whole and by kernel."""
     target, answers = random_target(LLAMA_8B, "cuda"), []
-    for words in ("old", "in force"):
+    for words in ("in force", "old"):
         with chosen(RULES[words]):
             config = EngineConfig(num_steps=0, max_running_requests=16, max_context_tokens=512, device="cuda")
             made = Engine(target, config, None)

@@ -63,24 +63,24 @@ def test_the_source_has_the_same_sizes() -> None:
 @pytest.mark.parametrize("rows", [100, 257, 1000, 2048])
 def test_ctas_share_the_work(sharing: Sharing, tiles: int, rows: int) -> None:
     there = prompt_launch.grid(sharing, rows, tiles, CARD)
-    units = -(-tiles // (prompt_launch.TILES * sharing.x))
+    units = -(-tiles // prompt_launch.TILES)
     turns = -(-units // there.walk)
     assert there.groups * sharing.weights * prompt_launch.COLUMNS >= rows
-    assert there.groups * there.walk <= max(CARD.clusters(sharing.cluster), there.groups)
+    assert there.groups * there.walk <= max(CARD.clusters(sharing.weights), there.groups)
     assert there.walk * (turns - 1) < units <= there.walk * turns
 
 
 EVERY_KERNEL = [  # op, norm, rows, outputs, chunks of K, how CTAs share
     ("add", False, 131, 70, 37, Sharing()),
-    ("add", False, 20, 150, 18, Sharing(x=2)),
+    ("add", False, 20, 150, 18, Sharing(weights=2)),
     ("store", True, 20, 150, 1, Sharing()),
     ("store", False, 130, 70, 5, Sharing(weights=2)),
     ("gate_up", True, 20, 150, 18, Sharing()),
-    ("gate_up", True, 131, 70, 9, Sharing(x=2, weights=2)),
-    ("qkv", True, 20, 70, 9, Sharing(x=2)),
+    ("gate_up", True, 131, 70, 9, Sharing(weights=2)),
+    ("qkv", True, 20, 70, 9, Sharing()),
     ("qkv", False, 131, 70, 17, Sharing(weights=2)),
-    ("gate_up", True, 20, 270, 9, Sharing(x=4)),
-    ("add", False, 131, 150, 9, Sharing(x=4, weights=2)),
+    ("gate_up", True, 20, 270, 9, Sharing(weights=2)),
+    ("add", False, 131, 150, 9, Sharing(weights=2)),
 ]
 
 
@@ -121,9 +121,9 @@ LLAMA, SMOL = (
         (LLAMA, 128, ""),
         (LLAMA, 256, "qkv o gate_up down"),
         (LLAMA, 2048, "qkv o gate_up down"),
-        (SMOL, 256, ""),
+        (SMOL, 256, "gate_up"),
         (SMOL, 512, "gate_up"),
-        (SMOL, 1024, "qkv gate_up"),
+        (SMOL, 1024, "qkv o gate_up down"),
         (SMOL, 2048, "qkv o gate_up down"),
     ],
 )
@@ -136,6 +136,12 @@ def test_a_card_takes_it_where_it_was_faster(tiles: dict[str, int], rows: int, t
 def test_an_odd_group_has_no_company_while_there_are_few() -> None:
     ways = [prompt_launch.choose(rows, 256, CARD) for rows in (300, 384, 385, 640, 1100, 1152)]
     assert ways == [Sharing(weights=weights) for weights in (1, 1, 2, 1, 2, 2)]
+
+
+def test_outputs_by_pairs_need_even_strides() -> None:
+    for changed in ({}, {"N": 4095}, {"residual_stride": 4095}, {"angle_stride": 63}, {"residual": 2}, {"cos": 2}):
+        params = Params(**{"M": 2048, "N": 4096, "K": 4096, "residual_stride": 4096, "residual": 4, **changed})
+        assert prompt_launch._in_pairs(params) == (not changed), changed
 
 
 @pytest.mark.parametrize("arch", [80, 89, 100, 120])

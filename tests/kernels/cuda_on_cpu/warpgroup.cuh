@@ -4,6 +4,12 @@
 
 namespace slipstream {
 
+inline uint32_t turned(uint32_t v) {
+    const emulator::Exchanged* all = emulator::exchange(0xffffffffu, {{v}});
+    const int column = threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+    const auto at = [&](int r) { return all[4 * r + column / 2].words[0] >> 16 * (column % 2) & 0xffffu; };
+    return at(row) | at(row + 1) << 16;
+}
 template <int COUNT>
 inline void fewer_registers() {}
 template <int COUNT>
