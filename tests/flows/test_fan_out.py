@@ -121,6 +121,7 @@ def test_shares_go_through_ray(with_prefect: str, config: Path, monkeypatch: pyt
     pytest.importorskip("prefect_ray", reason="the extra ray is not installed")
     from slipstream.flows import fan_out
 
+    monkeypatch.setenv("PREFECT_API_URL", with_prefect)  # as a worker's flow process has it: Ray's inherit it
     deployment = load(config).deployment
     for number in range(2):
         folder = deployment.host.workdir / shares_folder(deployment) / f"{number}-of-2"
