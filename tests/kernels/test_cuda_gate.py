@@ -57,7 +57,9 @@ class Case:
             return (torch.randn(shape, generator=made) * scale).bfloat16().to(device)
 
         x = randn(rows, width)
-        sumsq = None if parts is None else x.float().square().view(rows, parts, -1).sum(2)
+        sumsq = None
+        if parts is not None:
+            sumsq = torch.stack([part.square().sum(1) for part in x.float().tensor_split(parts, 1)], 1)
         norm = Norm((torch.rand(width, generator=made) + 0.5).bfloat16().to(device), 1e-5)
         bias = (torch.randn(experts, generator=made) * 0.3).to(device)
         router, up = randn(experts, width, scale=width**-0.5), randn(2 * inner, width, scale=width**-0.5)
@@ -136,6 +138,12 @@ def test_a_cluster_adds_its_parts(emulator: Any) -> None:
     assert emulator.faults == 0
     assert (emulator.reads["gate"] == 1).all()
     one.check(found)
+    # More chunks of the shared expert's width than are held at once.
+    wide = Case.of(9, 64, 16, 320, Routing(2), parts=7)
+    whole = wide.run()
+    wide.check(whole)
+    for rows in (slice(0, 1), slice(0, 4), slice(8, 9)):
+        assert wide.run(rows)[2].equal(whole[2][rows])
     long = Case.of(2, 8992, 8, 32, Routing(2), parts=1)
     assert gate_launch.split_k(8992) == (8, 5)
     long.check(long.run())
@@ -181,8 +189,8 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 def test_gpu_the_two_kernels_are_torchs(name: str) -> None:
     experts, routing = ROUTINGS[name]
     experts = 384 if name == "kimi" else experts
-    for width, parts in ((320, 20), (7168, 448), (7168, None)):
-        one = Case.of(128, width, experts, 256, routing, parts, device="cuda")
+    for width, inner, parts in ((320, 256, 20), (7168, 256, 448), (7168, 256, None), (7168, 1024, 7)):
+        one = Case.of(128, width, experts, inner, routing, parts, device="cuda")
         whole = one.run()
         one.check(whole)
         for rows in (1, 2, 5, 8, 9, 16, 17, 33, 100):
