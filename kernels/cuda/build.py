@@ -54,6 +54,11 @@ def wide(epilogue: int) -> Unit:
     return Unit("wide_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",))
 
 
+def cluster(epilogue: int) -> Unit:
+    """The kernels of cluster_gemm.cu with one epilogue."""
+    return Unit("cluster_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",), features="a")
+
+
 def prompt(epilogue: int) -> Unit:
     """The kernels of prompt_gemm.cu with one epilogue."""
     return Unit("prompt_gemm", (f"SLIPSTREAM_EPILOGUE={epilogue}",), features="a")

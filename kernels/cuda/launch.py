@@ -193,11 +193,12 @@ def _module(epilogue: Epilogue, device: int) -> driver.Module:
 
 def load(device: int) -> None:
     """Compile and load everything, the other kernels of bf16 products, too: before a graph is captured."""
-    from slipstream.kernels.cuda import prompt_launch, wide_launch  # built upon this module
+    from slipstream.kernels.cuda import cluster_launch, prompt_launch, wide_launch  # built upon this module
 
     for epilogue in Epilogue:
         _module(epilogue, device)
     wide_launch.load(device)
+    cluster_launch.load(device)
     prompt_launch.load(device)
 
 
@@ -209,7 +210,7 @@ class Override:
     parts: int | None = None
     pdl: bool | None = None
     evict_first: bool = True
-    wide: Any = None  # a cut of wide_launch.py; False: none
+    wide: Any = None  # a cut of wide_launch.py or cluster_launch.py; False: none
     prompt: Any = None  # a sharing of prompt_launch.py; False: none
 
 

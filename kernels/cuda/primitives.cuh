@@ -167,6 +167,10 @@ __device__ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint3
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
+// The same of what the kernel before wrote: behind pdl_wait and copies_see_memory.
+__device__ inline void bulk_load_written(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t policy) {
+    bulk_load(to, from, bytes, barrier, policy);
+}
 // The same into all `ctas` CTAs of the cluster, at the same place of each, and at the same barrier of each.
 __device__ inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t policy,
                                         int ctas) {
@@ -235,6 +239,25 @@ __device__ inline uint32_t cluster_address(uint32_t address, int rank) {
 // At a barrier of any CTA of the cluster, by one that has read and not written: nothing is flushed, which took a fence.
 __device__ inline void barrier_arrive_there(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// As barrier_wait, by who then reads what CTAs of the cluster wrote.
+__device__ inline void barrier_wait_for_cluster(uint32_t barrier, uint32_t parity) {
+    uint32_t done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+// 16 bytes into shared memory of any CTA of the cluster, counted by a barrier of that CTA.
+__device__ inline void send_sums(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+                 "f"(a), "f"(b), "f"(c), "f"(d), "r"(barrier)
+                 : "memory");
 }
 __device__ inline void store_shared(uint32_t to, uint4 v) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

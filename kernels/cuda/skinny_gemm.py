@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.kernels.cuda import int4_launch, prompt_launch, wide_launch
+from slipstream.kernels.cuda import cluster_launch, int4_launch, prompt_launch, wide_launch
 from slipstream.kernels.cuda.launch import MAX_ROWS, Epilogue, Override, Params, launch
 from slipstream.kernels.cuda.pack import PackedWeight, RowOrder
 from slipstream.kernels.int4 import Int4Weight
@@ -162,9 +162,12 @@ def _run(weight: CudaWeight, epilogue: Epilogue, norm: bool, params: Params, dev
         if prompt is None and free:
             prompt = prompt_launch.sharing_for(epilogue, group, device)
         if cut is None and free and not prompt:
-            cut = wide_launch.cut_for(epilogue, norm, group, device)
+            cut = cluster_launch.cut_for(epilogue, norm, group, device)
+            cut = cut or wide_launch.cut_for(epilogue, norm, group, device)
         if prompt:
             prompt_launch.launch(epilogue, norm, group, device, prompt, override)
+        elif isinstance(cut, cluster_launch.Cut):
+            cluster_launch.launch(epilogue, norm, group, device, cut, override)
         elif cut:
             wide_launch.launch(epilogue, norm, group, device, cut, override)
         else:

@@ -59,20 +59,28 @@ __device__ inline void wgmma_done(float (&sums)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
 
-// sums += A B for 128 columns, A a warp's 16 rows in registers as for mma_16x8x16, B in shared memory; sums of 8 columns
-// after those of 8 columns, each as mma_16x8x16 has them. Runs on; a and sums must not be touched before wgmma_wait.
+// sums += A B, A a warp's 16 rows in registers as for mma_16x8x16, B in shared memory; sums of 8 columns after those of
+// 8 columns, each as mma_16x8x16 has them. Runs on; a and sums must not be touched before wgmma_wait.
 #define WGMMA_4(i) "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3])
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
-__device__ inline void wgmma(float (&sums)[64], uint4 a, uint64_t b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "
-        "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
-        : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));
-}
+#define WGMMA_TO_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_TO_31 WGMMA_TO_15 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_TO_63                                                                                       \
+    WGMMA_TO_31 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+                "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA(N, SUMS, A, ...)                                                                                 \
+    __device__ inline void wgmma(float (&sums)[N / 2], uint4 a, uint64_t b) {                                  \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS "}, " A ", 1, 1, 1, 0;" \
+                     : __VA_ARGS__                                                                             \
+                     : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b));                                        \
+    }
+WGMMA(32, WGMMA_TO_15, "{%16, %17, %18, %19}, %20", WGMMA_16(0))
+WGMMA(64, WGMMA_TO_31, "{%32, %33, %34, %35}, %36", WGMMA_16(0), WGMMA_16(16))
+WGMMA(128, WGMMA_TO_63, "{%64, %65, %66, %67}, %68", WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48))
+#undef WGMMA
+#undef WGMMA_TO_63
+#undef WGMMA_TO_31
+#undef WGMMA_TO_15
 #undef WGMMA_16
 #undef WGMMA_4
 #endif

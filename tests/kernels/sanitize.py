@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "wide": (
         (
             f"{KERNELS}test_cuda_wide_gemm.py::test_gpu_rows_keep_their_bits_in_every_cut",
+            f"{KERNELS}test_cuda_cluster_gemm.py::test_gpu_rows_keep_their_bits_in_every_cut",
             f"{KERNELS}test_cuda_prompt_gemm.py",
         ),
         TOOLS,

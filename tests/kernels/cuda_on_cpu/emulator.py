@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from slipstream.kernels.cuda import expert_launch, gate_launch, int4_launch, prompt_launch, route_launch, wide_launch
+from slipstream.kernels.cuda import (
+    cluster_launch,
+    expert_launch,
+    gate_launch,
+    int4_launch,
+    prompt_launch,
+    route_launch,
+    wide_launch,
+)
 from slipstream.kernels.cuda import launch as cuda_launch
 from slipstream.kernels.cuda.launch import Epilogue, Params
 
@@ -18,6 +26,7 @@ _HERE = Path(__file__).parent
 _SOURCES = Path(cuda_launch.__file__).parent
 _FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-ffp-contract=off")
 BULK_BYTES = 84 << 10  # rings of four to nine slots
+CLUSTER_BYTES = 220 << 10  # the same
 WIDE_BYTES = 160 << 10  # rings of two and more
 
 
@@ -29,6 +38,13 @@ def compile_all(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
 def compile_wide(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
     """The bf16 kernels for more rows, one library an epilogue."""
     return {e: _compile(directory, "wide_gemm", "WideParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in Epilogue}
+
+
+def compile_cluster(directory: Path, *epilogues: Epilogue) -> dict[Epilogue, ctypes.CDLL]:
+    """The bf16 kernels that divide K over a cluster, one library an epilogue."""
+    return {
+        e: _compile(directory, "cluster_gemm", "ClusterParams", f"-DSLIPSTREAM_EPILOGUE={int(e)}") for e in epilogues
+    }
 
 
 def compile_prompt(directory: Path) -> dict[Epilogue, ctypes.CDLL]:
@@ -97,7 +113,8 @@ class Emulator:
         monkeypatch.setattr(cuda_launch, "_device", lambda device: card)
         monkeypatch.setattr(cuda_launch, "capability", lambda: 90)
         monkeypatch.setattr(cuda_launch, "pdl_enabled", lambda: False)
-        monkeypatch.setattr(wide_launch, "_device", lambda device: wide_launch.Device(2, 0, lambda size: 2))
+        for module in (wide_launch, cluster_launch):
+            monkeypatch.setattr(module, "_device", lambda device: wide_launch.Device(2, 0, lambda size: 2))
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
@@ -202,6 +219,18 @@ class PromptEmulator(WideEmulator):
         monkeypatch.setattr(prompt_launch, "_device", lambda device: card)
         monkeypatch.setattr(prompt_launch, "_ordered", lambda device, elements: self._ordered(elements))
         monkeypatch.setattr(prompt_launch, "pdl_enabled", lambda: False)
+
+
+class ClusterEmulator(WideEmulator):
+    """The same for the kernels that divide K over a cluster."""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch, sms: int = 4, shared_bytes: int = CLUSTER_BYTES) -> None:
+        card = wide_launch.Device(sms, shared_bytes, lambda size: sms // size)
+        monkeypatch.setattr(cluster_launch, "_module", lambda epilogue, device: _Module(self, epilogue))
+        monkeypatch.setattr(cluster_launch, "_stream", lambda device: 0)
+        monkeypatch.setattr(cluster_launch, "_device", lambda device: card)
+        monkeypatch.setattr(cluster_launch, "_ordered", lambda device, elements: self._ordered(elements))
+        monkeypatch.setattr(cluster_launch, "pdl_enabled", lambda: False)
 
 
 class ExpertEmulator:

@@ -15,6 +15,7 @@
 #define __shared__
 #define __grid_constant__
 #define __launch_bounds__(threads, ctas)
+#define __maxnreg__(registers)
 #define __align__(bytes)
 
 struct uint4 {
@@ -395,6 +396,18 @@ inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes, uint32_t 
     }
 }
 
+inline void bulk_load_written(uint32_t to, const bf16* from, int bytes, uint32_t barrier, uint64_t) {
+    const char* at = reinterpret_cast<const char*>(from);
+    if (!emulator::waited[emulator::current]) ++emulator::unwaited_reads;
+    if (at < emulator::activation_begin[0] || at + bytes > emulator::activation_end[0] || to % 16 || bytes <= 0 ||
+        bytes % 16 || to + bytes > sizeof(shared)) {
+        ++emulator::outside_reads;
+        return;
+    }
+    std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
+    emulator::copies.push_back({to, barrier, at, bytes, emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+}
+
 inline int opaque(int v) { return v; }
 inline float* own_shared(float* all) { return all + emulated_rank() * SHARED_FLOATS; }
 inline int cluster_rank() { return emulated_rank(); }
@@ -427,6 +440,18 @@ inline float& float_in_shared(uint32_t address) {
 inline void barrier_arrive_there(uint32_t barrier) {
     check_running(barrier);
     barrier_arrive(barrier);
+}
+inline void barrier_wait_for_cluster(uint32_t barrier, uint32_t parity) { barrier_wait(barrier, parity); }
+inline void send_sums(uint32_t to, float a, float b, float c, float d, uint32_t barrier) {
+    check_running(to);
+    if (to % 16 || to / (4 * SHARED_FLOATS) != barrier / (4 * SHARED_FLOATS) || !emulator::lanes[emulator::current].in_cluster) {
+        ++emulator::outside_reads;
+    }
+    const float sums[4] = {a, b, c, d};
+    for (int i = 0; i < 4; ++i) float_in_shared(to + 4 * i) = sums[i];
+    emulator::CopyBarrier& at = emulator::copy_barriers.at(barrier);
+    at.bytes -= 16;
+    at.check();
 }
 inline void store_shared(uint32_t to, uint4 v) {
     if (to % 16 || to + 16 > sizeof(shared)) ++emulator::outside_reads;
