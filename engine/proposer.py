@@ -154,8 +154,11 @@ class OracleProposer:
         drafts = self.drafts[batch.slots, lengths, : len(batch.chain_positions)]  # [B, K]
         return Proposal(drafts, inner.logits, inner.vocabulary) if inner else Proposal(drafts, None)
 
+    def _draw(self, request_id: str, length: int) -> float:
+        return random.Random(f"{self.seed}/{request_id}/{length}").random()
+
     def _row(self, request_id: str, length: int) -> list[int]:
-        draw = random.Random(f"{self.seed}/{request_id}/{length}").random()
+        draw = self._draw(request_id, length)
         right = sum(draw < a for a in self.joint_acceptance)
         tokens = list(self.recordings[request_id][length : length + self.num_steps])
         tokens += [0] * (self.num_steps - len(tokens))  # beyond the recording's end nothing is committed

@@ -41,7 +41,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batches", default="1,4")
-    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--rehearse", action="store_const", const="cpu", default="")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--store", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--ranks", type=int, default=1, help=argparse.SUPPRESS)
@@ -57,61 +57,20 @@ class Rank:
     """One process. Args: parallel: the ranks; args: of the command line."""
 
     def __init__(self, parallel: Any, args: argparse.Namespace) -> None:
-        import torch
+        from tp8_models import Models
+        from tp8_rank import Run
 
-        from slipstream.engine.bench.random_deepseek import fill, random_deepseek
-        from slipstream.engine.drafts.eagle3.network import Eagle3Network
-        from slipstream.engine.packed_weights import pack_for_device
-        from slipstream.engine.tensor_files import parameter_shards
-
-        self.args, self.parallel, self.began = args, parallel, time.monotonic()
-        self.tell, self.device = parallel.rank == 0, "cpu" if args.rehearse else "cuda"
+        self.run_of = Run(parallel, args, Path(args.scratch), time.monotonic())
+        self.args, self.parallel, self.tell, self.device = args, parallel, self.run_of.tell, self.run_of.device
         self.batches = [int(one) for one in args.batches.split(",")]
         self.size = sizes(args)
-        self.target = random_deepseek(self.size.target_config(), self.device, torch.bfloat16, parallel)
-        with torch.device(self.device):
-            network = Eagle3Network(self.size.draft_config(), torch.bfloat16, parallel)
-        generator = torch.Generator(self.device).manual_seed(1)
-        for name, shard in parameter_shards(network).items():
-            fill(name, shard, generator)
-        pack_for_device(network, self.device)
-        self.network = network.requires_grad_(False).eval()
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-            held, most = torch.cuda.memory_allocated() / 1e9, torch.cuda.max_memory_allocated() / 1e9
-            self.progress(f"weights made: {held:.1f} GB a rank, {most:.1f} at most meanwhile")
+        self.models = Models(self.run_of, self.size)
+        self.target, self.network = self.models.target, self.models.network
 
-    def progress(self, what: str) -> None:
-        if self.tell:
-            say(f"[{self.parallel.size} ranks, {time.monotonic() - self.began:.0f} s] {what}")
-
-    def engine(self, num_steps: int, proposer: Any, graphs: bool = True, most: int | None = None) -> Any:
-        from slipstream.engine.agreement import RankAgreement
-        from slipstream.engine.config import EngineConfig
-        from slipstream.engine.engine import Engine
-        from slipstream.engine.rank_group import CARD_SECONDS
-
-        card = self.parallel.card
-        if card is not None:
-            card.be_patient(60.0)  # kernels are compiled at each rank's own pace
-        config = EngineConfig(
-            num_steps=num_steps,
-            max_running_requests=most or max(self.batches),
-            max_context_tokens=512,
-            prefill_chunk_tokens=PROMPT,
-            device=self.device,
-            graphs=graphs,
-        )
-        agreement = RankAgreement(self.parallel) if self.parallel.size > 1 else None
-        engine = Engine(
-            self.target, config, proposer, self.size.draft_config().slots if not num_steps else (), agreement
-        )
-        engine.start()
-        if card is not None and graphs:
-            with engine.steps.context():
-                card.be_patient(CARD_SECONDS)
-        self.progress(f"K = {num_steps} ready: {engine.steps.describe()}")
-        return engine
+    def engine(self, num_steps: int, proposer: Any, graphs: bool | None = None, most: int | None = None) -> Any:
+        slots = () if num_steps else self.size.draft_config().slots
+        graphs = True if graphs is None else graphs  # on a CPU, too
+        return self.models.engine(num_steps, proposer, most=most or max(self.batches), capture=slots, graphs=graphs)
 
     def states(self, choices: list[Any] | None = None) -> dict[str, Any]:
         """Of a text that is taken in as it is: slots, logits; and of a greedy answer with the draft, its logits.
@@ -184,7 +143,7 @@ class Rank:
             say(f"rounds by drafts accepted: {counts}; {behind}")
         if self.parallel.size > 1 and self.device == "cuda":
             self.exchanges()
-        self.progress("done")
+        self.run_of.progress("done")
 
     def told(self, case: str, batch: int, num_steps: int, timing: Any) -> None:
         if not self.tell:
@@ -211,14 +170,14 @@ class Rank:
     def exchanges(self) -> None:
         """All-reduce + add + the sums of squares of the next norm."""
         import torch
-        from tp_ranks import parts_of, time_graph
+        from tp8_rank import parts_of, time_graph
 
         from slipstream.kernels.stream import Stream
 
         card, stream, rank = self.parallel.card, torch.cuda.Stream(), self.parallel.rank
         for rows in (1, 2, 4, 8, 16):
-            parts, residual = parts_of(rows, self.size.hidden_size)
-            own = parts[rank % 2]
+            parts, residual = parts_of(rows, self.size.hidden_size, self.parallel.size)
+            own = parts[rank]
             us = time_graph(lambda own=own, r=residual: card.all_reduce_add(own, Stream(r)), stream)
             if self.tell:
                 say(f"all-reduce + add + sums of squares, {rows} x {self.size.hidden_size}: {us:.2f} us")
@@ -304,20 +263,17 @@ def head_commit() -> str:
 
 
 def sizes(args: argparse.Namespace) -> Any:
+    from tp8_models import small_kimi
+
     from slipstream.engine.bench.random_deepseek import kimi_k25
     from slipstream.engine.bench.sizes import LatentSize
 
     c = kimi_k25(args.layers, 8192)
-    if args.rehearse:
-        assert c.latent is not None
-        assert c.experts is not None
-        small = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 4}
-        latent, experts = replace(c.latent, q_rank=64, kv_rank=64), replace(c.experts, num=16, width=128)
-        c = replace(c, **small, latent=latent, experts=experts, max_position=512)
+    c = small_kimi(c) if args.rehearse else c
     return LatentSize.of(f"{args.layers} layers", replace(c, bos_token_id=0, eos_token_ids=()))
 
 
-def seconds_of(ranks: int, rehearse: bool) -> float:
+def seconds_of(ranks: int, rehearse: object) -> float:
     """That so many ranks may take; a rehearsal shares its cores with whatever else runs there."""
     return SECONDS[min(2, ranks)] * (8 if rehearse else 1)
 
