@@ -200,7 +200,11 @@ def main(words: list[str]) -> None:
                 Path(os.environ["OUT"], "tp8.json").write_text(json.dumps([one | origin for one in rows], indent=1))
     rows += scaling(rows)
     print("\n== all of it\n" + head + "\n" + "\n".join(line(one) for one in rows), flush=True)
-    print(f"{time.monotonic() - began:.0f} s in all", flush=True)
+    missed = sum(one["goal"] is not None and not one["value"] <= one["goal"] for one in rows)
+    failed = sum(one["value"] != one["value"] for one in rows)
+    print(
+        f"{time.monotonic() - began:.0f} s in all; {failed} rows failed or not run, {missed} goals missed", flush=True
+    )
 
 
 if __name__ == "__main__":
