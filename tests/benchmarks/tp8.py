@@ -7,6 +7,8 @@ exchange  all-reduce + add + the next norm's sums, 1 to 16 rows of 7168, by peer
 small     N ranks against one on tiny models: bits of all ranks, tokens, slots, draft logits, A_k; F5; a killed rank
 kimi      Kimi-K2.5's sizes, random INT4 weights in each rank: a step and rounds of K drafts, accepted by the oracle as
           the published curve says while the real draft graph runs, beside the byte floor
+same      not by default: Kimi-K2.5's sizes again and again, every round compared bit by bit; with `--ranks 1 --share 2`
+          one rank's part of two as a model of its own
 llama     Llama-3.1-8B's and 70B's sizes on 1, 2, 4, .. N ranks: a step, its share of the floor, how it scales
 
 With fewer than 8 ranks `--layers` 12 is what two cards hold. `--rehearse` tries the script with tiny sizes: `cpu` over
@@ -28,7 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LIMITS = {"exchange": 60.0, "small": 75.0, "kimi": 240.0, "llama": 75.0}  # seconds of one set of ranks
+LIMITS = {"exchange": 60.0, "small": 75.0, "kimi": 240.0, "llama": 75.0, "same": 90.0}  # seconds of one set of ranks
+PARTS = ("exchange", "small", "kimi", "llama")  # of a run that is not told which
 REHEARSED = 8  # times as long
 DEAD_GOAL_SECONDS = 5.0
 KILL_ME = "waiting to be killed"
@@ -66,11 +69,13 @@ def line(one: Row) -> str:
 def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--parts", default=",".join(LIMITS))
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--layers", type=int, default=61, help="of the part kimi")
     parser.add_argument("--batches", default=",".join(map(str, ROWS)), help="of the part kimi")
     parser.add_argument("--steps", default="0,1,2,3,4", help="every K of the part kimi; 0 comes first")
     parser.add_argument("--models", default="llama8b,llama70b", help="of the part llama")
+    parser.add_argument("--runs", type=int, default=40, help="of the part same")
+    parser.add_argument("--share", type=int, default=1, help="of the part same on one rank: that of so many, alone")
     parser.add_argument("--seconds", type=float, default=535.0, help="of everything")
     parser.add_argument("--rehearse", choices=("", "cpu", "card"), default="")
     return parser.parse_args(words)
@@ -79,7 +84,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def runs_of(args: argparse.Namespace) -> list[tuple[str, int]]:
     """(part, ranks) in their order."""
     powers = [size for size in (1, 2, 4, 8, 16) if size <= args.ranks]
-    sizes = {"exchange": [args.ranks], "small": [1, args.ranks], "kimi": [args.ranks], "llama": powers}
+    sizes = {
+        "exchange": [args.ranks],
+        "small": [1, args.ranks],
+        "kimi": [args.ranks],
+        "llama": powers,
+        "same": [args.ranks],
+    }
     return [(part, size) for part in args.parts.split(",") for size in sizes[part]]
 
 

@@ -83,6 +83,7 @@ class Models:
         capture: tuple[int, ...] = (),
         faults: Sequence[str] = (),
         graphs: bool | None = None,
+        in_flight: int | None = None,
         prepare: Callable[[Engine], Any] = lambda engine: None,
     ) -> Engine:
         """A started engine. most: requests at a time; prepare: what is to be done before the start."""
@@ -96,6 +97,7 @@ class Models:
             prefill_chunk_tokens=self.chunk,
             device=self.run.device,
             graphs=graphs,
+            rounds_in_flight=in_flight,
         )
         agreement = RankAgreement(self.run.parallel) if self.run.parallel.size > 1 else None
         engine = Engine(self.target, config, proposer, capture, agreement)

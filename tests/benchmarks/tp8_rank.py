@@ -94,6 +94,10 @@ def part_named(part: str) -> Callable[[Run], None]:
         from tp8_small import small_part
 
         return small_part
+    if part == "same":
+        from tp8_same import same_part
+
+        return same_part
     import tp8_models
 
     found: Callable[[Run], None] = {"kimi": tp8_models.kimi_part, "llama": tp8_models.llama_part}[part]

@@ -1,0 +1,152 @@
+"""The part of tp8.py that asks whether a model does the same every time: the same answers, the same bits in all steps.
+
+Kimi-K2.5's sizes. Every round of every run is compared with that of the first run: what the router saw and chose, its
+shared expert's part, and the stream behind attention and behind experts, of every layer. So a race shows where it is.
+Tensors are kept as a captured step writes them: nothing is added to the step.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from tp8_models import NEW, PROMPT, InStep, Models, free, small_kimi
+from tp8_rank import Run
+
+from slipstream.engine.bench.generate import params_of, prompts_of
+from slipstream.engine.bench.random_deepseek import kimi_k25, kimi_k25_rank
+from slipstream.engine.bench.sizes import LatentSize
+from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
+from slipstream.engine.engine import Engine
+from slipstream.engine.sequence import Request
+
+TOLD = 4  # differences that are told of a case
+
+
+@dataclass
+class Steps:
+    """What the steps of an engine leave, by batch."""
+
+    of_batch: dict[int, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    now: list[tuple[str, torch.Tensor]] | None = None
+    hooks: list[Any] = field(default_factory=list)
+
+    def watch(self, engine: Engine) -> None:
+        """Of an engine that is not started yet."""
+        run = engine.runner.round
+
+        def round_(slots: torch.Tensor, num_steps: int | None = None) -> Any:
+            self.now = []
+            result = run(slots, num_steps)
+            self.of_batch[len(slots)], self.now = self.now, None
+            return result
+
+        engine.runner.round = round_  # type: ignore[method-assign]
+        target: Any = engine.target
+        for i, layer in enumerate(target.layers):
+            for part, module in {"attention": layer.self_attn, "experts": layer.mlp}.items():
+                self._hook(module, lambda out, what=f"layer {i}, behind {part}": [(what, out.rows)])
+            if hasattr(layer.mlp, "gate"):
+                self._hook(layer.mlp.gate, lambda out, i=i: router_parts(f"layer {i}, ", out))
+
+    def _hook(self, module: Any, parts: Any) -> None:
+        def note(_module: Any, _inputs: Any, out: Any) -> None:
+            if self.now is not None:
+                self.now += parts(out)
+
+        self.hooks.append(module.register_forward_hook(note))
+
+    def bits(self, batch: int) -> torch.Tensor:
+        """Of the last round of this batch: all tensors as 16-bit words."""
+        return torch.cat([x.contiguous().view(torch.int16).flatten() for _, x in self.of_batch[batch]])
+
+    def where(self, batch: int, differ: torch.Tensor) -> str:
+        """The first tensor with words that differ, and what of it does."""
+        start = 0
+        for name, x in self.of_batch[batch]:
+            words = x.numel() * x.element_size() // 2
+            own = differ[start : start + words].nonzero()[:, 0]
+            if len(own):
+                width = words // x.shape[0]
+                rows = sorted(set((own // width).tolist()))
+                columns = (own % width).tolist()
+                return f"{name}: {len(own)} of {words} words in rows {rows}, columns {columns[0]} to {max(columns)}"
+            start += words
+        return "nothing"
+
+    def stop(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+
+def router_parts(where: str, out: Any) -> list[tuple[str, torch.Tensor]]:
+    choice = getattr(out, "choice", out)
+    found = [(where + "experts' ids", choice.ids), (where + "experts' gates", choice.gates)]
+    if hasattr(out, "choice"):
+        found = [(where + "normed rows", out.x), *found]
+        found += [] if out.shared is None else [(where + "shared expert", out.shared)]
+    return found
+
+
+def one_run(engine: Engine, batch: int, new: int, steps: Steps) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Answers, and what each round left."""
+    tokens: list[list[int]] = [[] for _ in range(batch)]
+    left, rounds = [], engine.stats.rounds
+    for i, (prompt, params) in enumerate(
+        zip(prompts_of(engine, batch, PROMPT), params_of(batch, new, 1.0), strict=True)
+    ):
+        engine.add_request(Request(str(i), prompt, params, streamed=False))
+    while engine.has_work:
+        for output in engine.step():
+            tokens[int(output.request_id)] += output.new_token_ids
+        if engine.stats.rounds > rounds:
+            rounds = engine.stats.rounds
+            left.append(steps.bits(batch))
+    engine.drain()
+    return tokens, left
+
+
+def same_part(run: Run) -> None:
+    """K = 0 of one and of four requests, K = 3 of one; `--runs` times each."""
+    args, rehearse = run.args, bool(run.args.rehearse)
+    alone = run.parallel.size == 1 and args.share > 1
+    config = kimi_k25_rank(args.share, args.layers) if alone else kimi_k25(args.layers, 8192)
+    config = replace(small_kimi(config) if rehearse else config, bos_token_id=0, eos_token_ids=())
+    name = f"kimi, {args.layers} layers" + (f", a rank of {args.share} alone" if alone else "")
+    models = Models(run, LatentSize.of(name, config))
+    new, answers, prompt = 10 if rehearse else NEW, list[list[int]](), list[int]()
+    for num_steps, batches in ((0, (1, 4)), (3, (1,))):
+        steps, proposer = Steps(), None
+        if num_steps:
+            inner = Eagle3Proposer(models.network, num_steps)
+            recordings = {"0": [*prompt, *answers[0]]}
+            proposer = InStep(num_steps, recordings, config.vocab_size, (0.8, 0.6, 0.45), seed=3, inner=inner)
+        engine = models.engine(num_steps, proposer, most=max(batches), prepare=steps.watch, in_flight=0, graphs=True)
+        for batch in batches:
+            tokens = repeated(run, name, engine, batch, new, steps, args.runs)
+            if batch == 1 and num_steps:
+                differ = sum(a != b for a, b in zip(tokens[0], answers[0], strict=True))
+                run.row(f"{name}: tokens that differ from K = 0", differ, f"of {new}", 0.0, k=num_steps)
+            elif batch == 1:
+                answers, prompt = tokens, prompts_of(engine, 1, PROMPT)[0]
+        steps.stop()
+        free(run.device)
+
+
+def repeated(run: Run, name: str, engine: Engine, batch: int, new: int, steps: Steps, runs: int) -> list[list[int]]:
+    """Runs the same again and again; the tokens of the first run."""
+    one_run(engine, batch, new, steps)  # fills what later runs find in rows that nobody needs
+    first, right = one_run(engine, batch, new, steps)
+    deviating, told, rounds = 0, 0, 0
+    for number in range(1, runs):
+        tokens, left = one_run(engine, batch, new, steps)
+        rounds += len(left)
+        wrong = [i for i, (a, b) in enumerate(zip(left, right, strict=False)) if not torch.equal(a, b)]
+        deviating += bool(wrong) or tokens != first
+        if wrong and told < TOLD:
+            told += 1
+            at = steps.where(batch, left[wrong[0]] != right[wrong[0]])
+            k = engine.config.num_steps
+            print(f"rank {run.parallel.rank}: run {number}, K = {k}, batch {batch}, round {wrong[0]}: {at}", flush=True)
+    k, note = engine.config.num_steps, f"{rounds} rounds of {runs} runs; {engine.compiles_after_ready} compiles"
+    run.row(f"{name}: runs that are not the first", deviating, f"of {runs}", 0.0, batch=batch, k=k, note=note)
+    return first
