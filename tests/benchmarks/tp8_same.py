@@ -129,7 +129,40 @@ def same_part(run: Run) -> None:
             elif batch == 1:
                 answers, prompt = tokens, prompts_of(engine, 1, PROMPT)[0]
         steps.stop()
+        if num_steps:  # as served: launches stay out, and nothing is read between them
+            flying = models.engine(num_steps, proposer, graphs=True)
+            in_flight(run, name, flying, new, answers[0], args.runs)
         free(run.device)
+
+
+def in_flight(run: Run, name: str, engine: Engine, new: int, right: list[int], runs: int) -> None:
+    """The same request again and again: tokens, and the cache's cells of all layers, against those of the first run."""
+    blocks: list[list[int]] = []
+    admit = engine.scheduler.admit
+
+    def admitted() -> Any:
+        found = admit()
+        blocks.extend(list(sequence.blocks) for sequence in found)
+        return found
+
+    engine.scheduler.admit = admitted  # type: ignore[method-assign]
+    prompts, params, first, deviating, told = prompts_of(engine, 1, PROMPT), params_of(1, new, 1.0), None, 0, 0
+    for number in range(runs):
+        (answer,) = engine.generate(prompts, params)
+        cells = engine.runner.cache.read(blocks[-1], PROMPT + new - 1).view(torch.int16)  # [layers, n, cell]
+        first = cells if first is None else first
+        differ = (cells != first).any(-1).nonzero()  # [(layer, position)]
+        deviating += bool(len(differ)) or answer.token_ids != right
+        if len(differ) and told < TOLD:
+            told += 1
+            position = int(differ[:, 1].min())
+            layer = int(differ[differ[:, 1] == position, 0].min())
+            what = f"position {position} is the first, and there the cell of layer {layer}"
+            print(
+                f"rank {run.parallel.rank}: run {number} in flight, K = {engine.config.num_steps}: {what}", flush=True
+            )
+    case = f"{name}, launches in flight: runs that are not the first, or K = 0"
+    run.row(case, deviating, f"of {runs}", 0.0, k=engine.config.num_steps)
 
 
 def repeated(run: Run, name: str, engine: Engine, batch: int, new: int, steps: Steps, runs: int) -> list[list[int]]:
