@@ -17,7 +17,7 @@
 // The memory is to have work all the time, also from this kernel's last copy to the next one's first behind its wait:
 // about 3 us, in which it could bring 100 KB for each SM. So the copying thread lets the next kernel start when it has
 // `left` slots still to ask for (a kernel that starts earlier fills its ring at the cost of this one's, and has nothing
-// to ask for when it counts); behind its wait it asks for `ahead` more slots than the ring holds into the L2.
+// to ask for when it counts).
 //
 // A slot of the ring holds STEP chunks of each part, of TM tiles: a run of the packed weight as it lies in memory.
 #pragma once
@@ -112,11 +112,6 @@ __device__ inline void bulk_gemm(const Params& p, float* shared) {
             // kernel must be done by then.
             pdl_wait();
             waited = true;
-            for (int i = filled; i < min(filled + p.ahead, own * of_unit); ++i) {
-                const int of = int(blockIdx.x) + i / of_unit * grid, chunk = i % of_unit * per_slot;
-#pragma unroll
-                for (int j = 0; j < TM; ++j) bulk_prefetch(weights(of, j, chunk), bytes_from(chunk), policy);
-            }
             if (unit < 0) unit = take();
             while (unit < units) {
                 const bool last = unit + grid >= units;

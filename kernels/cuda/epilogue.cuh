@@ -30,10 +30,9 @@ struct Params {
     int32_t m_groups;             // groups of rows of x, each with CTAs of its own
     int32_t q_heads, kv_heads, head_dim;
     int32_t evict_first;
-    int32_t left, ahead;          // slots, of bulk_gemm.cuh: when the next kernel may start; what goes to the L2
+    int32_t left;                 // slots, of bulk_gemm.cuh: when the next kernel may start
     int32_t fixed;                // units that each CTA has from the start
     float eps, inverse_width;     // 1 / K
-    int32_t pad;
 };
 
 constexpr int CHUNK = 512;  // elements of a packed tile's chunk: 16 weight rows, 32 k

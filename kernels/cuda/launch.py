@@ -35,9 +35,8 @@ class Params(ctypes.Structure):
             for name in ("M", "N", "K", "tiles", "chunks_per_part", "slots", "num_sumsq", "m_groups")
         ),
         *((name, ctypes.c_int32) for name in ("q_heads", "kv_heads", "head_dim", "evict_first")),
-        *((name, ctypes.c_int32) for name in ("left", "ahead", "fixed")),
+        *((name, ctypes.c_int32) for name in ("left", "fixed")),
         *((name, ctypes.c_float) for name in ("eps", "inverse_width")),
-        ("pad", ctypes.c_int32),
     )
 
 
@@ -220,36 +219,25 @@ class Flow:
 
     Args:
         left: KB that a CTA has still to ask for when the next kernel may start.
-        ahead: KB after those in its ring that a CTA asks into the L2 behind its wait.
         fixed: units that a CTA has from the start; the others go to whoever comes first.
     """
 
     left: int = 96
-    ahead: int = 32
     fixed: int = 3
 
 
+# The best of 150 tried on an H200, with rings in turns of 140 and 80 KB. Steps of Llama-3.1-8B's sizes with attention
+# over 300 tokens, M = 1: 3.94 ms (4.28 with 80 KB each and units dealt out beforehand; M = 4 and 8: 4.09 and 4.35 for
+# 4.37 and 4.62). left = 64 takes 0.13 more, 112 and 128 0.02, 160 to 256 0.05; fixed = 1 or 2 0.03. Tried and gone: KB
+# that a CTA asks into the L2 behind its wait, after those in its ring (32 to 64: 0.01 to 0.02 more at M = 1 and 4; 96
+# 0.05), or before it (64 of every kernel 0.02, 256 0.16 more), the next kernel's weights, asked for at this one's end
+# (32 KB 0.05, 96 0.13, 192 0.28 more), and a bound on KB asked for and not there yet (40 to 128: 0.8 more).
+FLOW = Flow()
+
+
 # Of BULK_ONE: of q_a and kv_a of Kimi-K2.5, with one unit for each CTA and latencies before and behind, a layer takes
-# 1.3 us less at M = 1 and 1.5 at 4 than with 96 and 32; 48 and 32, 64 and 64, 128 and 64, 192 and 128 are worse.
-ONE_FLOW = Flow(left=32, ahead=0)
-
-
-def flow(epilogue: Epilogue, params: Params) -> Flow:
-    """The best of 140 tried on an H200, with rings in turns of 140 and 80 KB.
-
-    Steps of Llama-3.1-8B's sizes with attention over 300 tokens, M = 1: 3.94 ms (4.28 with 80 KB each and units dealt
-    out beforehand; M = 4 and 8: 4.09 and 4.35 for 4.37 and 4.62). left = 64 takes 0.13 more, 128 0.02, 192 and 256
-    0.06; fixed = 1 or 2 0.03. ahead = 32: 0.01 less than 0, where 64 takes 0.02, 128 0.05 and 192 0.07 more than
-    32; behind attention 64 takes 0.01 less than 32, 128 0.02 more. Tried and gone: KB asked for before the wait (64 of
-    every kernel 0.02, 256 0.16 more), and the next kernel's weights, asked for at this one's end (32 KB 0.05, 96 0.13,
-    192 0.28 more; only those of the product behind attention: 64 KB the same, 256 0.10 more).
-    """
-    return Flow(ahead=64 if behind_attention(epilogue, params) else 32)
-
-
-def behind_attention(epilogue: Epilogue, params: Params) -> bool:
-    """Of products that add to the stream, the one whose rows are narrower than an MLP's."""
-    return epilogue is Epilogue.ADD and params.K <= params.N
+# 1.3 us less at M = 1 and 1.5 at 4 than with 96; 48, 64, 128 and 192 are worse.
+ONE_FLOW = Flow(left=32)
 
 
 class _Turn(threading.local):
@@ -308,9 +296,8 @@ def launch(
         params.slots = variant.slots(parts, shared)
         if params.m_groups > 1 or params.slots < 1 or (variant.resident and per_part > variant.x_depth):
             raise ValueError(f"{params.M} rows, {parts} parts of {per_part}: {variant.name(epilogue, norm)} cannot")
-        slot, handed = variant.slot_bytes(parts), ONE_FLOW if variant == BULK_ONE else flow(epilogue, params)
-        params.left, params.ahead = (handed.left << 10) // slot, (handed.ahead << 10) // slot
-        params.fixed = handed.fixed
+        slot, handed = variant.slot_bytes(parts), ONE_FLOW if variant == BULK_ONE else FLOW
+        params.left, params.fixed = (handed.left << 10) // slot, handed.fixed
         ctas, warps = min(units, card.sms), parts + 1
     if parts > variant.max_warps:
         raise ValueError(f"{parts} parts; {variant.name(epilogue, norm)} has registers for {variant.max_warps}")

@@ -186,11 +186,6 @@ __device__ inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes
 }
 // Copies issued from here on see what was seen in memory before.
 __device__ inline void copies_see_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-// `bytes` (a multiple of 16) into the L2.
-__device__ inline void bulk_prefetch(const bf16* from, int bytes, uint64_t policy) {
-    asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(bytes), "l"(policy)
-                 : "memory");
-}
 // The 128 bytes around `from` into the L2.
 __device__ inline void prefetch(const bf16* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 __device__ inline uint4 load_shared(uint32_t from) {

@@ -156,11 +156,10 @@ def test_every_kernel_reads_each_weight_once_and_gives_the_product(
 
 
 FLOWS = [
-    Flow(left=0, ahead=0, fixed=9),
+    Flow(left=0, fixed=9),
     Flow(left=16, fixed=2),
-    Flow(left=0, ahead=48, fixed=2),
-    Flow(left=1 << 10, ahead=1 << 10, fixed=1),
-    Flow(left=1 << 10, ahead=64, fixed=9),
+    Flow(left=1 << 10, fixed=1),
+    Flow(left=1 << 10, fixed=9),
 ]
 
 
@@ -177,14 +176,14 @@ FLOWS = [
 def test_bulk_copies_hand_the_memory_over(
     emulator: Any, monkeypatch: pytest.MonkeyPatch, op: str, norm: bool, variant: Variant, flow: Flow
 ) -> None:
-    """Which CTA has which units, when the next kernel may start, and what goes to the L2: each once, ahead of its copy.
+    """Which CTA has which units, and when the next kernel may start.
 
     CTAs run one after another here: the first has all units that are handed out.
     """
     case = Case(op, 5, EVERY_N, EVERY_K, norm=norm, sums=True)
     override = Override(variant=variant, parts=8)
     expected = case.run(KERNEL, override=override)
-    monkeypatch.setattr(launch, "flow", lambda epilogue, params: flow)
+    monkeypatch.setattr(launch, "FLOW", flow)
     monkeypatch.setattr(launch, "ONE_FLOW", flow)
     found = case.run(KERNEL, override=override)
     assert emulator.faults == 0
@@ -194,20 +193,18 @@ def test_bulk_copies_hand_the_memory_over(
     assert gpu_launch.settled()
 
     slot_kb, tiles = 8 * variant.weight_tiles, variant.weight_tiles
-    kb = [8 * tiles, 8 * tiles, 8 * tiles, 8 * tiles, 5 * tiles]  # 37 chunks, 8 of each tile in a slot
+    unit_slots = 5  # of 37 chunks, 8 of each tile in a slot
     units, grid = emulator.reads.shape[0] // tiles, emulator.grid
     assert grid == 2
-    for cta, (copies, at_start, unwaited, prefetched) in enumerate(emulator.flows.tolist()):
+    for cta, (copies, at_start, unwaited) in enumerate(emulator.flows.tolist()):
         own = list(range(cta, units, grid))[: flow.fixed]
         handed_out = [] if cta else list(range(grid * flow.fixed, units))
-        slots = [(unit, slot) for unit in own + handed_out for slot in range(len(kb))]
-        filled = min(variant.slots(8, BULK_BYTES), len(own) * len(kb))
-        lets_go = (i for i, (u, s) in enumerate(slots) if u + grid >= units and len(kb) - s <= flow.left // slot_kb)
+        slots = [(unit, slot) for unit in own + handed_out for slot in range(unit_slots)]
+        filled = min(variant.slots(8, BULK_BYTES), len(own) * unit_slots)
+        lets_go = (i for i, (u, s) in enumerate(slots) if u + grid >= units and unit_slots - s <= flow.left // slot_kb)
         assert copies == len(slots) * tiles
         assert not unwaited
         assert at_start == next((i for i in lets_go if i >= filled), len(slots)) * tiles
-        asked = (kb * len(own))[filled : filled + flow.ahead // slot_kb]
-        assert prefetched * 16 == sum(asked) << 10
 
 
 def test_sums_that_a_cta_reads_together_give_the_bits_of_those_a_warp_reads(emulator: Any) -> None:

@@ -28,9 +28,9 @@ void body() {
 }  // namespace
 
 // weight: the matrix, of `weight_bytes`; reads: [weight_bytes / 16] out, how often each 16 bytes were read; ranges:
-// (begin, end) of what load_activation may read, x first; flows: [grid, 4] out, of each CTA (in a cluster's first row:
+// (begin, end) of what load_activation may read, x first; flows: [grid, 3] out, of each CTA (in a cluster's first row:
 // of all its CTAs) its bulk copies, those of them before it let the next kernel start (-1: never), whether it then had
-// not waited, 16 bytes asked into the L2. Returns reads outside of everything + reads of x before the wait + threads
+// not waited. Returns reads outside of everything + reads of x before the wait + threads
 // that never waited.
 extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, int shared_bytes, const Given* given,
                     long weight_bytes, uint32_t* reads, const char** ranges, int num_ranges, long* flows) {
@@ -40,7 +40,6 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, in
     params = *given;
     weight_begin = reinterpret_cast<const char*>(weight_of(params));
     weight_reads.assign(weight_bytes / 16, 0);
-    weight_prefetches.assign(weight_bytes / 16, 0);
     outside_reads = unwaited_reads = 0;
     num_activations = num_ranges;
     for (int i = 0; i < num_ranges; ++i) {
@@ -88,8 +87,8 @@ extern "C" long run(void (*function)(Given), int grid, int threads, int ctas, in
             }
         }
         for (int i = 0; i < together; ++i) never_waited += !waited[i];
-        const long told[] = {flow.copies, flow.copies_at_start, flow.started_unwaited, flow.prefetched};
-        std::copy(told, told + 4, flows + 4 * block);
+        const long told[] = {flow.copies, flow.copies_at_start, flow.started_unwaited};
+        std::copy(told, told + 3, flows + 3 * block);
         outside_reads += copies.size();  // ended before its weights came
         for (int cta = 0; cta < ctas; ++cta) {
             for (int i = shared_bytes / 4; i < SHARED_FLOATS; ++i) {

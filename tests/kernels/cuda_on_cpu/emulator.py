@@ -99,7 +99,7 @@ class Emulator:
     def __init__(self, libraries: dict[Epilogue, ctypes.CDLL]) -> None:
         self._libraries = libraries
         self.reads: np.ndarray[Any, Any] = np.zeros((0, 0), dtype=np.uint32)  # [tiles, K / 32, 64]
-        self.flows: np.ndarray[Any, Any] = np.zeros((0, 4), dtype=np.int64)  # [CTAs, 4], see emulator.cpp
+        self.flows: np.ndarray[Any, Any] = np.zeros((0, 3), dtype=np.int64)  # [CTAs, 3], see emulator.cpp
         self.faults = -1
         self.names: list[str] = []
         self.shared: list[int] = []
@@ -137,7 +137,7 @@ class Emulator:
     ) -> None:
         """pieces: of 16 bytes, the weight's; scales: where they begin and end."""
         library = self._libraries[epilogue]
-        reads, flows = np.zeros(pieces, dtype=np.uint32), np.zeros((grid, 4), dtype=np.int64)
+        reads, flows = np.zeros(pieces, dtype=np.uint32), np.zeros((grid, 3), dtype=np.int64)
         ranges = [common.x, common.x + 2 * ((common.M - 1) * common.x_stride + common.K)]
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
@@ -271,7 +271,7 @@ class ExpertEmulator:
         else:
             x_bytes = 2 * ((params.M - 1) * params.x_stride + 32 * params.chunks)
         reads = np.zeros(max(1, weight_bytes // 16), dtype=np.uint32)
-        flows = np.zeros((grid, 4), dtype=np.int64)
+        flows = np.zeros((grid, 3), dtype=np.int64)
         x = params.x or 0
         faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
@@ -306,7 +306,7 @@ class ExpertEmulator:
         else:
             size = -(-params.N // 32) * 2 * params.chunks * 1024
             ranges = [params.x or 0, (params.x or 0) + 64 * params.M * params.chunks]
-        reads, flows = np.zeros(max(1, size // 16), dtype=np.uint32), np.zeros((grid, 4), dtype=np.int64)
+        reads, flows = np.zeros(max(1, size // 16), dtype=np.uint32), np.zeros((grid, 3), dtype=np.int64)
         self.faults += library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,

@@ -97,14 +97,13 @@ static std::map<uint32_t, CopyBarrier> copy_barriers;
 static std::vector<Copy> copies;
 static long copies_issued;
 
-// What one CTA did for the next kernel and the L2.
+// What one CTA did for the next kernel.
 struct Flow {
-    long copies = 0, prefetched = 0;  // bulk copies; 16 bytes asked into the L2
-    long copies_at_start = -1;        // of the next kernel
+    long copies = 0;            // bulk copies
+    long copies_at_start = -1;  // of the next kernel
     bool started_unwaited = false;
 };
 static Flow flow;
-static std::vector<uint32_t> weight_prefetches;
 
 inline void land_copies() {
     ++turn;
@@ -218,18 +217,6 @@ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier
     std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
     emulator::copies.push_back({to, barrier, reinterpret_cast<const char*>(from), bytes,
                                 emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
-}
-inline void bulk_prefetch(const bf16* from, int bytes, uint64_t) {
-    if (!may_be_copied(from, bytes) || !in_weight(from, bytes)) {
-        ++emulator::outside_reads;
-        return;
-    }
-    // Once, and before it is read: all else is for nothing.
-    const auto at = reinterpret_cast<const char*>(from) - emulator::weight_begin;
-    for (int i = 0; i < bytes / 16; ++i) {
-        if (emulator::weight_prefetches[at / 16 + i]++ || emulator::weight_reads[at / 16 + i]) ++emulator::outside_reads;
-    }
-    emulator::flow.prefetched += bytes / 16;
 }
 inline uint4 load_shared(uint32_t from) {
     return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
