@@ -51,9 +51,10 @@ def fan_out(here: "Deployed", config: str, overrides: list[str]) -> int:
     def say(text: str) -> None:
         here.reporter.say("extract", text, markup=False)
 
+    task: Any = share  # its result may be awaitable for map, which that of a plain function is not
     with task_runner(deployment) as runner:
-        futures: Any = runner.map(
-            share, {"number": range(count), "count": unmapped(count), "config": unmapped(config),
+        futures = runner.map(
+            task, {"number": range(count), "count": unmapped(count), "config": unmapped(config),
                     "overrides": unmapped(overrides)},
         )  # fmt: skip
         try:

@@ -47,10 +47,11 @@ def time_sums(host: Host, facts: dict[str, Any], deployment: "Deployment", ranks
     steps = deployment.speculation.num_steps
     num_steps = deployment.speculation.max_num_steps if steps == "auto" else steps
     python = sys.executable if deployment.host.kind == "local" else environment_python(host)
+    rows = ",".join(map(str, rows_to_time(num_steps)))
     words = (python, "-P", "-m", "slipstream.engine.bench.all_reduce", "--ranks", str(ranks), "--hidden", str(hidden))
-    words += ("--rows", ",".join(map(str, rows_to_time(num_steps))), "--device", deployment.server.device)
+    where = ("--rows", rows, "--device", deployment.server.device)
     nccl = {name: value for name, value in deployment.nccl.variables.items() if not name.startswith("NCCL_DEBUG")}
-    done = host.run((*words, "--nccl", json.dumps(nccl)), seconds=SECONDS)
+    done = host.run((*words, *where, "--nccl", json.dumps(nccl)), seconds=SECONDS)
     if done.exit_code:
         raise SlipstreamError(
             f"the sums over {ranks} ranks on {host.name} were not timed: {done.stderr.strip()[-1500:]}",
