@@ -18,7 +18,7 @@ def prepare_expert_kernels(config: ModelConfig, dtype: torch.dtype, device: torc
     """
     if config.experts is None or torch.device(device).type != "cuda":
         return
-    from slipstream.kernels.cuda import build, expert_launch, gate_launch, route_launch
+    from slipstream.kernels.cuda import build, expert_launch, expert_stream_launch, gate_launch, route_launch
     from slipstream.kernels.gpu.launch import capability
     from slipstream.kernels.matrix_products import OLDEST
 
@@ -41,7 +41,8 @@ def prepare_expert_kernels(config: ModelConfig, dtype: torch.dtype, device: torc
             f"{config.architecture} on an sm_{arch}", expected=f"sm_{OLDEST} or newer for routed experts", do="use one"
         )
     try:
-        for module in (route_launch, *([gate_launch] if arch >= gate_launch.OLDEST else []), expert_launch):
+        gate = [gate_launch] if arch >= gate_launch.OLDEST else []
+        for module in (route_launch, *gate, expert_launch, expert_stream_launch):
             module.load(torch.cuda.current_device())
     except (RuntimeError, OSError) as error:
         found = "no nvcc, nor kernels from an earlier start" if build.nvcc() is None else str(error)

@@ -10,15 +10,9 @@
 
 EXPERTS(gate_up, 1, 7, 512, 1)
 EXPERTS(gate_up, 1, 2, 512, 2)
-EXPERTS(gate_up, 1, 7, 256, 2)
-EXPERTS(gate_up, 1, 4, 256, 3)
-EXPERTS(gate_up, 1, 2, 256, 4)
 EXPERTS(gate_up, 2, 2, 512, 1)
 EXPERTS(gate_up, 4, 2, 512, 1)
 EXPERTS(down, 1, 8, 256, 2)
-EXPERTS(down, 1, 4, 256, 3)
-EXPERTS(down, 1, 8, 512, 1)
-EXPERTS(down, 1, 2, 256, 4)
 EXPERTS(down, 2, 4, 256, 2)
 EXPERTS(down, 4, 2, 256, 2)
 

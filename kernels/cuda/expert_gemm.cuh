@@ -6,8 +6,8 @@
 // chunk of 32 k is a group, its sum is multiplied by its scale in fp32. The rows of an entry are an MMA's columns: one
 // reading of the weight for all of them, and no column depends on another.
 //
-// experts_gate_up: a unit is a block of an entry, a CTA takes one after the other; K is cut into equal parts of chunks by
-// the shape alone, a warp for each, added in their order. silu(gate) * up goes to `out` [place, I].
+// experts_gate_up: a unit is a block of an entry, a CTA takes one after the other; K is cut into 16 parts, a
+// warp for each: chunks w, w + 16, .. are warp w's; the sums of the parts are added in their order. silu(gate) * up goes to `out` [place, I].
 // experts_down: a CTA owns 32 outputs of all rows; its warps take entries in turn, each with the whole K. Sums of pairs meet
 // in shared memory, where each row adds those of its experts, weighted, in the order in which it chose them; or, of many
 // rows, in `scratch`, which experts_combine reads.
@@ -35,14 +35,12 @@ struct ExpertParams {
     int32_t M, N, pairs, per_token;
     int32_t most;               // entries that there can be
     int32_t chunks;             // of K
-    int32_t chunks_per_part;
     int32_t blocks;             // of an expert
     int32_t staged;             // lists are copied into shared memory
     int32_t settled;            // lists are there before the wait
     int32_t sums_at;            // floats in front of the sums in shared memory
     int32_t evict_first;
     int32_t sums_in_turn;       // gate_up: places for the sums; with two, one barrier a unit is enough
-    int32_t pad;
 };
 
 constexpr int SUMS_STRIDE = 36;  // of 32 sums in shared memory: no bank conflicts
@@ -61,11 +59,14 @@ struct Operands {
     }
 };
 
+constexpr int PARTS = 16;  // of gate and up's K
+
 // Sums of a warp over `count` chunks of each unit from `units.first` on, in steps. DEPTH chunks are in flight, also over
 // the border to the next unit where `count` is a multiple of DEPTH. units.wait() comes between the first weights, which
 // depend on no kernel before, and the first x.
 template <int NT, int DEPTH, class Units>
 __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
+    constexpr int STEP = Units::STEP;  // from one chunk of a warp to its next
     uint4 w[DEPTH], x[DEPTH][NT];
     uint2 s[DEPTH];
     const bool whole = count % DEPTH == 0;
@@ -77,8 +78,8 @@ __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (d < count) {
-                w[d] = load_weight(from.w + d * 256, policy);
-                s[d] = load_scales(from.s + d * 32);
+                w[d] = load_weight(from.w + d * STEP * 256, policy);
+                s[d] = load_scales(from.s + d * STEP * 32);
             }
         }
     }
@@ -87,7 +88,7 @@ __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
     for (int d = 0; d < DEPTH; ++d) {
         if (next && d < count) {
 #pragma unroll
-            for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * 32);
+            for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * STEP * 32);
         }
     }
     while (next) {
@@ -104,7 +105,7 @@ __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
         for (int round = 0; round < count; round += DEPTH) {
             int refill = count - round - DEPTH;  // slots that get a later chunk of this unit, or one of the next
             if (refill > 0) {
-                from.advance(DEPTH);
+                from.advance(DEPTH * STEP);
             } else if (next && whole) {
                 from = units.at(unit + units.step);
                 refill = DEPTH;
@@ -118,10 +119,10 @@ __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
 #pragma unroll
                     for (int j = 0; j < NT; ++j) b[j] = x[d][j];
                     if (d < refill) {
-                        w[d] = load_weight(from.w + d * 256, policy);
-                        s[d] = load_scales(from.s + d * 32);
+                        w[d] = load_weight(from.w + d * STEP * 256, policy);
+                        s[d] = load_scales(from.s + d * STEP * 32);
 #pragma unroll
-                        for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * 32);
+                        for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * STEP * 32);
                     }
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
@@ -152,10 +153,10 @@ __device__ inline void stream_units(Units& units, int count, uint64_t policy) {
 #pragma unroll
             for (int d = 0; d < DEPTH; ++d) {
                 if (d < count) {
-                    w[d] = load_weight(from.w + d * 256, policy);
-                    s[d] = load_scales(from.s + d * 32);
+                    w[d] = load_weight(from.w + d * STEP * 256, policy);
+                    s[d] = load_scales(from.s + d * STEP * 32);
 #pragma unroll
-                    for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * 32);
+                    for (int j = 0; j < NT; ++j) x[d][j] = load_activation(from.x[j] + d * STEP * 32);
                 }
             }
         }
@@ -187,21 +188,22 @@ __device__ inline Lists read_lists(const ExpertParams& p, float* shared) {
 
 template <int NT>
 struct GateUpUnits {
+    static constexpr int STEP = PARTS;
     const ExpertParams& p;
     float* shared;
     Lists lists;
-    int first, last, step, first_chunk, lane, warp, turn;
+    int first, last, step, lane, warp, turn;
 
     __device__ inline void wait() {}
     __device__ inline Operands<NT> at(int unit) const {
         const int entry = unit / p.blocks, block = unit - entry * p.blocks;
         const int32_t* e = lists.entries + 4 * entry;
-        const int64_t chunk = (int64_t(e[0]) * p.blocks + block) * p.chunks + first_chunk;
+        const int64_t chunk = (int64_t(e[0]) * p.blocks + block) * p.chunks + warp;
         Operands<NT> made{p.common.weight + chunk * 256 + 8 * lane, p.scales + chunk * 32 + 4 * (lane / 4), {}};
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
             const int column = 8 * j + lane / 4, row = lists.order[e[1] + (column < e[2] ? column : 0)];
-            made.x[j] = p.x + row * p.x_stride + 32 * first_chunk + 8 * (lane % 4);
+            made.x[j] = p.x + row * p.x_stride + 32 * warp + 8 * (lane % 4);
         }
         return made;
     }
@@ -245,15 +247,14 @@ __device__ inline void experts_gate_up(const ExpertParams& p, float* shared) {
     pdl_wait();
     pdl_launch_dependents();  // not before: the next kernel reads the lists at once
     const Lists lists = read_lists<false>(p, shared);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_chunk = warp * p.chunks_per_part;
-    GateUpUnits<NT> units{p,    shared, lists, int(blockIdx.x), lists.count * p.blocks, int(gridDim.x), first_chunk,
-                          lane, warp,   0};
-    stream_units<NT, DEPTH>(units, min(p.chunks_per_part, p.chunks - first_chunk),
-                            weight_policy(p.evict_first != 0));
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    GateUpUnits<NT> units{p,    shared, lists, int(blockIdx.x), lists.count * p.blocks, int(gridDim.x), lane, warp, 0};
+    stream_units<NT, DEPTH>(units, (p.chunks - warp + PARTS - 1) / PARTS, weight_policy(p.evict_first != 0));
 }
 
 template <int NT>
 struct DownUnits {
+    static constexpr int STEP = 1;
     const ExpertParams& p;
     float* sums_at;
     Lists lists;

@@ -14,7 +14,7 @@ from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled, set
 from slipstream.kernels.int4 import BLOCK, Int4Weight
 
 GROUP = 32
-_PARTS = 16  # of K, for gate and up
+_PARTS = 16  # of K, for gate and up: a warp for each
 _SUMS_STRIDE = 36
 _STAGED_PAIRS = 1024  # lists of more are read where they lie
 _MOST_SUMS = 80 << 10  # bytes of a CTA's sums of pairs; of more rows they go to memory
@@ -27,11 +27,8 @@ class ExpertParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "x", "count", "entries", "order", "place", "gates")),
         *((name, ctypes.c_void_p) for name in ("add", "out", "scratch")),
         *((name, ctypes.c_int64) for name in ("x_stride", "add_stride")),
-        *((name, ctypes.c_int32) for name in ("M", "N", "pairs", "per_token", "most", "chunks", "chunks_per_part")),
-        *(
-            (name, ctypes.c_int32)
-            for name in ("blocks", "staged", "settled", "sums_at", "evict_first", "sums_in_turn", "pad")
-        ),
+        *((name, ctypes.c_int32) for name in ("M", "N", "pairs", "per_token", "most", "chunks")),
+        *((name, ctypes.c_int32) for name in ("blocks", "staged", "settled", "sums_at", "evict_first", "sums_in_turn")),
     )
 
 
@@ -58,17 +55,11 @@ class Variant:
 GATE_UP = (
     Variant(1, 7, 512, 1),
     Variant(1, 2, 512, 2),
-    Variant(1, 7, 256, 2),
-    Variant(1, 4, 256, 3),
-    Variant(1, 2, 256, 4),
     Variant(2, 2, 512, 1),
     Variant(4, 2, 512, 1),
 )
 DOWN = (
     Variant(1, 8, 256, 2),
-    Variant(1, 4, 256, 3),
-    Variant(1, 8, 512, 1),
-    Variant(1, 2, 256, 4),
     Variant(2, 4, 256, 2),
     Variant(4, 2, 256, 2),
 )
@@ -76,19 +67,19 @@ DOWN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How a launch is cut. `parts` changes bits, the rest does not.
+    """How a launch is cut. None of this changes a bit.
 
     Args:
+        stream: the one kernel of expert_stream.cuh, where it takes the shapes; else two. None: by the number of rows.
         gate_up, down: kernels; None: by the rows of an entry, and gate_up by the number of units.
-        parts: of K, for gate and up.
         ctas: of gate_up on a multiprocessor; 0: one for every unit.
         settled: down may read the lists before it waits, where that is known to be safe.
         pdl: None: as everywhere.
     """
 
+    stream: bool | None = None
     gate_up: Variant | None = None
     down: Variant | None = None
-    parts: int = _PARTS
     ctas: int | None = None
     settled: bool = True
     evict_first: bool = True
@@ -107,13 +98,6 @@ def gate_up_of(tile: int, units: int, sms: int) -> Variant:
     """For entries of `tile` rows: while every unit has a multiprocessor to itself, the one with most in flight; of more
     units, CTAs that stand two on one, each reading while the other adds its sums."""
     return GATE_UP[1] if tile == 8 and units > sms else variant_of(GATE_UP, tile)
-
-
-def split_k(width: int, parts: int = _PARTS) -> tuple[int, int]:
-    """(parts of gate and up's K, chunks of each): by the width alone."""
-    chunks = width // BLOCK
-    per_part = -(-chunks // parts)
-    return -(-chunks // per_part), per_part
 
 
 @functools.cache
@@ -156,15 +140,14 @@ def gate_up(
     params = _params(weight, x, lists, num_experts)
     width = weight.num_rows // num_experts // 2
     out = x.new_empty(params.pairs, width)
-    parts, per_part = split_k(weight.in_features, plan.parts)
     units = params.most * params.blocks
     variant = plan.gate_up or gate_up_of(lists.tile, units, _sms(device))
-    if 32 * parts > variant.threads or 8 * variant.row_tiles < lists.tile:
-        raise ValueError(f"{parts} parts, {lists.tile} rows: {variant} takes fewer")
-    params.out, params.M, params.N, params.chunks_per_part = out.data_ptr(), len(x), width, per_part
+    if 8 * variant.row_tiles < lists.tile:
+        raise ValueError(f"entries of {lists.tile} rows: {variant} takes fewer")
+    params.out, params.M, params.N = out.data_ptr(), len(x), width
     params.sums_at = 4 * params.most + params.pairs if params.staged else 0
     params.evict_first = int(plan.evict_first and params.pairs <= _STAGED_PAIRS)
-    one_turn = parts * 8 * variant.row_tiles * _SUMS_STRIDE
+    one_turn = _PARTS * 8 * variant.row_tiles * _SUMS_STRIDE
     params.sums_in_turn = 2 if 4 * (params.sums_at + 2 * one_turn) <= shared_limit(capability()) else 1
     sums = params.sums_in_turn * one_turn
     ctas = variant.ctas if plan.ctas is None else plan.ctas
@@ -172,7 +155,7 @@ def gate_up(
         "gate_up",
         variant,
         units if not ctas else min(units, ctas * _sms(device)),
-        32 * parts,
+        variant.threads,
         sums,
         params,
         device,

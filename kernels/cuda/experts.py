@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.kernels.cuda import expert_launch, router
+from slipstream.kernels.cuda import expert_launch, expert_stream_launch, router
 from slipstream.kernels.cuda.expert_launch import AS_PLANNED, Plan
 from slipstream.kernels.expert_lists import ExpertLists
 from slipstream.kernels.expert_mlp import ExpertWeights
@@ -33,5 +33,9 @@ def expert_mlp(
     if lists is None:
         lists = router.expert_lists(ids, weights.num_experts)
     x, device = x.contiguous(), x.get_device()
+    gates = gates.contiguous()
+    stream = len(x) >= expert_stream_launch.FEWEST_ROWS if plan.stream is None else plan.stream
+    if stream and expert_stream_launch.takes(weights, lists):
+        return expert_stream_launch.experts(x, weights, lists, gates, add, device, plan.pdl)
     inner = expert_launch.gate_up(x, gate_up, lists, weights.num_experts, device, plan)
-    return expert_launch.down(inner, down, lists, weights.num_experts, gates.contiguous(), add, device, plan)
+    return expert_launch.down(inner, down, lists, weights.num_experts, gates, add, device, plan)

@@ -124,6 +124,22 @@ __device__ inline float load_fresh(const float* address) {
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
     return v;
 }
+__device__ inline uint4 load_fresh_16(const bf16* address) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+__device__ inline float4 load_fresh_4(const float* address) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
 __device__ inline void sync_warp() { __syncwarp(); }
 __device__ inline void store_16(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
 __device__ inline void store_shared(bf16* to, uint4 v) { *reinterpret_cast<uint4*>(to) = v; }
@@ -270,6 +286,30 @@ __device__ inline float load_shared_float(uint32_t from) {
     return v;
 }
 #endif
+
+// Between CTAs that are on the card together.
+__device__ inline int load_acquire(const int32_t* address) {
+    int v;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+// Until others have counted `at` up to `least`; what they wrote before is seen.
+__device__ inline void wait_for_count(const int32_t* at, int least) {
+    while (load_acquire(at) < least) {
+    }
+}
+// Until one thread of each of `ctas` CTAs is here, of which one leads. Each turn of all flips the sign and leaves the rest.
+__device__ inline void grid_wait(int32_t* at, int ctas, bool leads) {
+    memory_fence();
+    const int before = atomic_add(at, leads ? int(0x80000000u - unsigned(ctas - 1)) : 1);
+    while (((load_acquire(at) ^ before) & int(0x80000000u)) == 0) {
+    }
+    memory_fence();
+}
+// One more, behind all that this warp wrote before its last sync_warp.
+__device__ inline void count_out(int32_t* at) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(at) : "memory");
+}
 
 // Programmatic dependent launch: lets the next kernel start; waits until the kernel before is done and its writes are
 // seen. Without the launch attribute both do nothing.

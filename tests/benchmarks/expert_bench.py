@@ -1,11 +1,11 @@
 """Times the routed experts of one rank of Kimi-K2.5 at TP=8, INT4 group 32, inside CUDA graphs. By hand, on a GPU:
 
-    python tests/benchmarks/expert_bench.py [--only check|kernels|sweep|chain] [--ceiling 4.55]
+    python tests/benchmarks/expert_bench.py [--only check|kernels|chain] [--ceiling 4.55]
 
 384 experts of 512 x 7168 and 7168 x 256, 8 a row, in 20 layers of weights of their own (24 GB): each layer's are cold.
 Rows differ and so do their experts; how many distinct ones a layer has is printed, and shares are of their bytes.
-`check` compares bits and errors at these sizes; `sweep` tries cuts; `chain` is router, gate and up, down, by
-layers; `counters` launches each kernel once, for a profiler, and runs only when asked for.
+`check` compares bits and errors at these sizes; `kernels` times each alone; `chain` is router and experts, by layers;
+`counters` runs the one kernel once, for a profiler, and runs only when asked for.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from cold_graphs import relative_error, seconds_per_replay
 
-from slipstream.kernels.cuda import expert_launch, route_launch, router
+from slipstream.kernels.cuda import expert_launch, expert_stream_launch, route_launch, router
 from slipstream.kernels.cuda import experts as on_card
-from slipstream.kernels.cuda.expert_launch import AS_PLANNED, DOWN, GATE_UP, Plan, Variant
+from slipstream.kernels.cuda.expert_launch import AS_PLANNED, Plan
 from slipstream.kernels.expert_mlp import ExpertWeights, expert_mlp
 from slipstream.kernels.gpu import launch as gpu_launch
 from slipstream.kernels.int4 import Int4Weight
@@ -33,6 +33,7 @@ EXPERT_BYTES = 3 * HIDDEN * WIDTH * (0.5 + 2 / 32)
 GATE_UP_SHARE = 2 / 3
 ROUTER_BYTES = 2 * EXPERTS * HIDDEN
 STEP_LAYERS = 60
+STREAM, TWO = Plan(stream=True), Plan(stream=False)
 
 
 def random_stack(rows: int, columns: int, half: int) -> Int4Weight:
@@ -68,6 +69,14 @@ class Model:
     def route(self, rows: int) -> list[Any]:
         return self.choices(rows)
 
+    def stream(self, rows: int, choices: list[Any]) -> list[torch.Tensor]:
+        return [
+            expert_stream_launch.experts(
+                self.x[:rows], experts, choice.lists, choice.gates, self.shared[:rows], self.device
+            )
+            for experts, choice in zip(self.experts, choices, strict=True)
+        ]
+
     def gate_up(self, rows: int, choices: list[Any], plan: Plan) -> list[torch.Tensor]:
         made = []
         for experts, choice in zip(self.experts, choices, strict=True):
@@ -93,9 +102,8 @@ class Model:
         """Every layer on the output of the one before. choices: made beforehand; kept: gets those that are made."""
         x = self.x[:rows]
         for i, experts in enumerate(self.experts):
-            tile = None if plan.gate_up is None else 8 * plan.gate_up.row_tiles
             if choices is None:
-                choice = router.choose_experts(x, self.gates[i], self.bias, ROUTING, tile)
+                choice = router.choose_experts(x, self.gates[i], self.bias, ROUTING)
             else:
                 choice = choices[i]
             if kept is not None:
@@ -107,10 +115,6 @@ class Model:
 def told(name: str, us: float, num_bytes: float, ceiling: float) -> str:
     rate = num_bytes / us / 1e6
     return f"{name} {us:.2f} us {rate:.2f} TB/s {rate / ceiling:.0%}"
-
-
-def short(variant: Variant) -> str:
-    return f"{variant.row_tiles}.{variant.depth}.{variant.threads}.{variant.ctas}"
 
 
 def per_layer(work: Any) -> float:
@@ -127,7 +131,7 @@ def check(model: Model, ceiling: float) -> list[dict[str, object]]:
         want = expert_mlp(x[few], experts, choice.ids[few], choice.gates[few], None)
     other = []
     for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 64, 65, 127):
-        for more in ({}, {"pdl": False}, {"settled": False}):
+        for more in ({"stream": True}, {"stream": True, "pdl": False}, {"stream": False}, {}):
             found = on_card.expert_mlp(
                 x[:rows],
                 experts,
@@ -143,15 +147,15 @@ def check(model: Model, ceiling: float) -> list[dict[str, object]]:
     print(f"check: relative error to the twin {error:.5f}, other bits {other or 'none'}", flush=True)
     for rows in (1, 4, 16):
         kept: list[Any] = []
-        chains = [model.chain(rows, AS_PLANNED, kept=kept)]
+        chains = [model.chain(rows, STREAM, kept=kept)]
         before = os.environ.get("SLIPSTREAM_PDL", "1")
         os.environ["SLIPSTREAM_PDL"] = "0"  # the router's, too
-        chains.append(model.chain(rows, Plan(settled=False)))
+        chains.append(model.chain(rows, Plan(stream=False, settled=False)))
         os.environ["SLIPSTREAM_PDL"] = before
-        chains += [model.chain(rows, AS_PLANNED) for _ in range(3)]
+        chains += [model.chain(rows, STREAM) for _ in range(3)]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            replayed = model.chain(rows, AS_PLANNED)
+            replayed = model.chain(rows, STREAM)
         for _ in range(3):
             graph.replay()
             chains.append(replayed.clone())
@@ -160,20 +164,25 @@ def check(model: Model, ceiling: float) -> list[dict[str, object]]:
         same = [chains[0].equal(one) for one in chains[1:]]
         found = ", ".join(f"{len(one.ids.unique())}" for one in kept[:: LAYERS // 4])
         told_same = all(same) or same
-        print(f"check: M={rows:<2} without PDL, thrice again, three replays: {told_same}; experts {found}", flush=True)
+        print(
+            f"check: M={rows:<2} two kernels without PDL, thrice again, three replays: {told_same}; experts {found}",
+            flush=True,
+        )
     return [{"error": error, "other": len(other)}]
 
 
 def kernels(model: Model, ceiling: float) -> list[dict[str, object]]:
-    """Each kernel alone, one launch a layer, by the cuts of AS_PLANNED."""
+    """Each kernel alone, one launch a layer; `whole` is the one kernel, of entries of 8 rows."""
     results: list[dict[str, object]] = []
-    for rows in ROWS:
+    for rows in (*ROWS, 32, 64, 128):
         choices = model.choices(rows)
         distinct = model.distinct(choices)
         inner = model.gate_up(rows, choices, AS_PLANNED)
         size = distinct * EXPERT_BYTES
+        few = model.choices(rows, 8)
         times = {
             "route": (per_layer(lambda r=rows: model.route(r)), ROUTER_BYTES),
+            "whole": (per_layer(lambda r=rows, c=few: model.stream(r, c)), size),
             "gate_up": (per_layer(lambda r=rows, c=choices: model.gate_up(r, c, AS_PLANNED)), size * GATE_UP_SHARE),
             "down": (
                 per_layer(lambda r=rows, c=choices, i=inner: model.down(r, c, i, AS_PLANNED)),
@@ -182,112 +191,49 @@ def kernels(model: Model, ceiling: float) -> list[dict[str, object]]:
         }
         floor = size / ceiling / 1e6
         words = " | ".join(told(name, us, count, ceiling) for name, (us, count) in times.items())
-        print(f"kernels M={rows:<2} {distinct:.1f} experts, floor {floor:.1f} us | {words}", flush=True)
+        print(f"kernels M={rows:<3} {distinct:.1f} experts, floor {floor:.1f} us | {words}", flush=True)
         results.append({"rows": rows, "distinct": distinct, "us": {name: us for name, (us, _) in times.items()}})
     return results
 
 
-def cuts_of(variant: Variant) -> list[Plan]:
-    return [
-        Plan(gate_up=variant, parts=parts, ctas=ctas)
-        for parts in (8, 16)
-        for ctas in (None, 0)
-        if 32 * parts <= variant.threads
-    ]
-
-
-BEST: dict[int, tuple[list[Plan], list[Variant]]] = {}
-
-
-def sweep(model: Model, ceiling: float) -> list[dict[str, object]]:
-    """Every cut of either kernel alone; the two best of each go to `chain`."""
-    results: list[dict[str, object]] = []
-    for rows in (1, 4, 8, 16):
-        ups: list[tuple[float, str, Plan]] = []
-        downs: list[tuple[float, str, Variant]] = []
-        for tile in (8, 16):
-            if tile == 16 and rows <= 8:
-                continue
-            choices = model.choices(rows, tile)
-            inner = model.gate_up(rows, choices, AS_PLANNED)
-            for variant in (v for v in GATE_UP if 8 * v.row_tiles == tile):
-                for plan in cuts_of(variant):
-                    us = per_layer(lambda r=rows, c=choices, p=plan: model.gate_up(r, c, p))
-                    grid = "each" if plan.ctas == 0 else "turn"
-                    ups.append((us, f"{short(variant)}/{plan.parts}/{grid}", plan))
-            for variant in (v for v in DOWN if 8 * v.row_tiles == tile):
-                plan = Plan(down=variant)
-                us = per_layer(lambda r=rows, c=choices, i=inner, p=plan: model.down(r, c, i, p))
-                downs.append((us, short(variant), variant))
-        choices = model.choices(rows)
-        inner = model.gate_up(rows, choices, AS_PLANNED)
-        ups.sort(key=lambda one: one[0])
-        downs.sort(key=lambda one: one[0])
-        print(f"sweep M={rows:<2} gate_up: " + "  ".join(f"{name} {us:.2f}" for us, name, _ in ups), flush=True)
-        print(f"sweep M={rows:<2} down: " + "  ".join(f"{name} {us:.2f}" for us, name, _ in downs), flush=True)
-        words = []
-        for name, plan in (
-            ("no PDL", Plan(pdl=False)),
-            ("no evict_first", Plan(evict_first=False)),
-            ("late lists", Plan(settled=False)),
-        ):
-            up = per_layer(lambda r=rows, c=choices, p=plan: model.gate_up(r, c, p))
-            down = per_layer(lambda r=rows, c=choices, i=inner, p=plan: model.down(r, c, i, p))
-            words.append(f"{name} {up:.2f} + {down:.2f}")
-        print(f"sweep M={rows:<2} as planned but " + "  ".join(words), flush=True)
-        best_downs = [one for one in downs if one[2].row_tiles == 1]
-        BEST[rows] = ([ups[0][2], ups[1][2]], [best_downs[0][2], best_downs[1][2]])
-        results.append({"rows": rows, "gate_up": {n: t for t, n, _ in ups}, "down": {n: t for t, n, _ in downs}})
-    return results
-
-
 def chain(model: Model, ceiling: float) -> list[dict[str, object]]:
-    """Layer by layer: as planned, and with the best of the sweep."""
+    """Layer by layer: by one kernel and by two, with the router and without; of more than 16 rows by two kernels."""
     results: list[dict[str, object]] = []
-    for rows in ROWS:
+    for rows in (*ROWS, 32, 64, 128):
         choices: list[Any] = []
         model.chain(rows, AS_PLANNED, kept=choices)
         distinct = model.distinct(choices)
         size = distinct * EXPERT_BYTES
-        ups, downs = BEST.get(max((r for r in BEST if r <= rows), default=0), ([], []))
-        plans = {"as planned": AS_PLANNED, "no PDL": Plan(pdl=False), "late lists": Plan(settled=False)}
-        for up in ups:
-            for down in downs:
-                if up.gate_up is not None and up.gate_up.row_tiles == down.row_tiles:
-                    grid = "each" if up.ctas == 0 else "turn"
-                    name = f"{short(up.gate_up)}/{up.parts}/{grid} + {short(down)}"
-                    plans[name] = Plan(gate_up=up.gate_up, down=down, parts=up.parts, ctas=up.ctas)
-        words = []
-        times: dict[str, float] = {}
-        for name, plan in plans.items():
-            times[name] = per_layer(lambda r=rows, p=plan: model.chain(r, p))
-            words.append(f"{name} {times[name]:.2f}")
-        apart = per_layer(lambda r=rows, c=choices: model.chain(r, AS_PLANNED, c))
-        floor, best = size / ceiling / 1e6, min(times.values())
-        rate = (size + ROUTER_BYTES) / best / 1e6
+        floor = size / ceiling / 1e6
+        times = {
+            f"{name}{suffix}": per_layer(lambda r=rows, p=plan, c=made: model.chain(r, p, c))
+            for name, plan in (("one", STREAM), ("two", TWO))
+            for suffix, made in ((" with the router", None), ("", choices))
+        }
+        words = "  ".join(f"{name} {us:.2f}" for name, us in times.items())
+        best = min(times["one"], times["two"])
+        rate = size / best / 1e6
         print(
-            f"chain M={rows:<2} {distinct:.1f} experts, floor {floor:.1f} us (router 1.2)"
-            f" | best {best:.2f} us a layer, {rate:.2f} TB/s {rate / ceiling:.0%}; {STEP_LAYERS} layers"
-            f" {STEP_LAYERS * best / 1e3:.2f} ms | without router {apart:.2f} | " + "  ".join(words),
+            f"chain M={rows:<2} {distinct:.1f} experts, floor {floor:.1f} us | {words}"
+            f" | {rate:.2f} TB/s {rate / ceiling:.0%}; {STEP_LAYERS} layers as planned"
+            f" {STEP_LAYERS * per_layer(lambda r=rows: model.chain(r, AS_PLANNED)) / 1e3:.2f} ms",
             flush=True,
         )
-        results.append({"rows": rows, "distinct": distinct, "us": times, "without_router": apart})
-    model.x[1:16], model.shared[1:16] = (
-        model.x[0],
-        model.shared[0],
-    )  # all rows choose alike: eight experts, two entries each
-    print(f"chain M=16 all rows alike: {per_layer(lambda: model.chain(16, AS_PLANNED)):.2f} us", flush=True)
+        results.append({"rows": rows, "distinct": distinct, "us": times})
+    model.x[1:16], model.shared[1:16] = model.x[0].clone(), model.shared[0].clone()  # eight experts, two entries each
+    alike = {name: per_layer(lambda p=plan: model.chain(16, p)) for name, plan in (("one", STREAM), ("two", TWO))}
+    print(f"chain M=16 all rows alike: {alike['one']:.2f} us, two kernels {alike['two']:.2f}", flush=True)
     return results
 
 
 def counters(model: Model, ceiling: float) -> list[dict[str, object]]:
     """One layer of each of three numbers of rows."""
     for rows in (1, 4, 16):
-        model.chain(rows, AS_PLANNED)
+        model.chain(rows, STREAM)
     return []
 
 
-PARTS = {"check": check, "kernels": kernels, "sweep": sweep, "chain": chain, "counters": counters}
+PARTS = {"check": check, "kernels": kernels, "chain": chain, "counters": counters}
 
 
 @torch.no_grad()
@@ -299,6 +245,7 @@ def main() -> None:
     began = time.monotonic()
     device = torch.cuda.current_device()
     expert_launch.load(device)
+    expert_stream_launch.load(device)
     route_launch.load(device)
     print(f"{torch.cuda.get_device_name()}: compiled and loaded in {time.monotonic() - began:.1f} s", flush=True)
     model = Model(1 if args.only == "counters" else LAYERS)

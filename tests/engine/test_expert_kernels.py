@@ -12,7 +12,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.expert_kernels import prepare_expert_kernels
 from slipstream.engine.loader import load_target
 from slipstream.engine.quantization import Quantization
-from slipstream.kernels.cuda import build, expert_launch, gate_launch, route_launch
+from slipstream.kernels.cuda import build, expert_launch, expert_stream_launch, gate_launch, route_launch
 from slipstream.kernels.int4 import unpack
 
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
@@ -24,7 +24,7 @@ def loaded(monkeypatch):
     """Names of the kernels that were loaded, on a card that there is none of."""
     names = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for module in (route_launch, gate_launch, expert_launch):
+    for module in (route_launch, gate_launch, expert_launch, expert_stream_launch):
         monkeypatch.setattr(module, "load", lambda device, name=module.__name__: names.append(name))
     return names
 
@@ -34,7 +34,8 @@ def test_the_kernels_are_loaded_for_a_card_and_nowhere_else(loaded):
     prepare_expert_kernels(replace(CONFIG, experts=None), torch.float32, "cuda")
     assert not loaded
     prepare_expert_kernels(CONFIG, torch.bfloat16, "cuda")
-    assert [name.rpartition(".")[2] for name in loaded] == ["route_launch", "gate_launch", "expert_launch"]
+    names = ["route_launch", "gate_launch", "expert_launch", "expert_stream_launch"]
+    assert [name.rpartition(".")[2] for name in loaded] == names
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.kernels import choose_experts as choose_op
 from slipstream.kernels import route as route_op
-from slipstream.kernels.cuda import expert_launch, int4_launch, route_launch, router
+from slipstream.kernels.cuda import expert_launch, expert_stream_launch, int4_launch, route_launch, router
 from slipstream.kernels.cuda import experts as on_card
 from slipstream.kernels.cuda.expert_launch import AS_PLANNED, DOWN, GATE_UP, Plan
 from slipstream.kernels.expert_lists import empty_lists, sorted_lists
@@ -23,6 +23,7 @@ from slipstream.kernels.int4 import Int4Weight, arrange, dequantise, pack
 from slipstream.kernels.route import Routing
 
 GROUP = 32
+STREAM = Plan(stream=True)  # of any number of rows
 
 
 @pytest.fixture(scope="module")
@@ -142,33 +143,46 @@ def test_products_are_within_the_bound_and_the_whole_is_the_twins(emulator: Any)
 def test_each_weight_of_a_chosen_expert_is_read_once_and_no_other(emulator: Any, rows: int) -> None:
     one = case(rows, 8, 128, 32, 2)
     emulator.num_experts = 8
-    one.run()
+    one.run(plan=Plan(stream=False))
+    # In one piece of memory, so that the one kernel's reads of both are counted.
+    gate_up, down = one.weights.gate_up, one.weights.down
+    assert isinstance(gate_up, Int4Weight)
+    assert isinstance(down, Int4Weight)
+    words = torch.cat((gate_up.words.flatten(), down.words.flatten()))
+    whole = [
+        part.view(of.words.shape)
+        for part, of in zip(words.split((gate_up.words.numel(), down.words.numel())), (gate_up, down), strict=True)
+    ]
+    one.weights = ExpertWeights(replace(gate_up, words=whole[0]), replace(down, words=whole[1]), 8)
+    one.run(plan=STREAM)
     assert emulator.faults == 0
+    assert emulator.names[-1] == "experts_stream"
     chosen = set(one.ids.flatten().tolist())
-    for kernel in ("gate", "down"):
-        names = [name for name in emulator.names if name.startswith(f"experts_{kernel}")]
-        assert names
-        reads = emulator.reads[kernel].reshape(8, -1)
+    streamed = emulator.reads["stream"]
+    split = len(emulator.reads["gate"])
+    for reads in (emulator.reads["gate"], emulator.reads["down"], streamed[:split], streamed[split:]):
+        assert len(reads)
+        by_expert = reads.reshape(8, -1)
         for expert in range(8):
-            assert (reads[expert] == (expert in chosen)).all(), (kernel, expert)
+            assert (by_expert[expert] == (expert in chosen)).all(), expert
 
 
 @pytest.mark.parametrize("gate_up", GATE_UP, ids=lambda v: v.name("gate_up"))
 def test_every_gate_up_kernel_gives_the_same_bits(
     emulator: Any, monkeypatch: pytest.MonkeyPatch, gate_up: expert_launch.Variant
 ) -> None:
-    """8 parts of 7 chunks of K or fewer: whole rounds and not, several units a CTA and one each."""
+    """A warp with no chunk of K, with one and with seven: whole rounds and not, several units a CTA and one each."""
     emulator.num_experts = 4
-    for hidden in (64, 8 * 32 * 7):
+    for hidden in (64, 16 * 32 * 7):
         one = case(11, 4, hidden, 32, 2)
         tile = 8 * gate_up.row_tiles
-        base = one.run(plan=Plan(parts=8))
+        base = one.run(plan=Plan(stream=False))
         lists = sorted_lists(one.ids, 4, tile)
         for ctas in (0, 1):
-            found = one.run(lists=lists, plan=Plan(gate_up=gate_up, parts=8, ctas=ctas, down=_down_of(tile)))
+            found = one.run(lists=lists, plan=Plan(False, gate_up, _down_of(tile), ctas))
             assert found.equal(base), (hidden, ctas)
     monkeypatch.setattr(expert_launch, "shared_limit", lambda arch: 0)  # one place for sums, not two
-    plan = Plan(gate_up=gate_up, parts=8, down=_down_of(tile))
+    plan = Plan(False, gate_up, _down_of(tile))
     assert one.run(lists=lists, plan=plan).equal(base)
     assert emulator.faults == 0
 
@@ -182,18 +196,60 @@ def test_every_down_kernel_gives_the_same_bits(
     emulator: Any, monkeypatch: pytest.MonkeyPatch, down: expert_launch.Variant
 ) -> None:
     """More entries than warps, K of whole rounds and not; sums of pairs in shared memory and in memory."""
-    emulator.num_experts = 18
+    emulator.num_experts = 10
     for width in (32, 256):
-        one = case(11, 18, 32, width, 4)
-        base = one.run()
-        lists = sorted_lists(one.ids, 18, 8 * down.row_tiles)
-        plan = Plan(down=down, gate_up=expert_launch.variant_of(GATE_UP, lists.tile))
+        one = case(11, 10, 32, width, 4)
+        base = one.run(plan=Plan(stream=False))
+        lists = sorted_lists(one.ids, 10, 8 * down.row_tiles)
+        plan = Plan(False, expert_launch.variant_of(GATE_UP, lists.tile), down)
         assert one.run(lists=lists, plan=plan).equal(base), width
         with monkeypatch.context() as context:
             context.setattr(expert_launch, "_MOST_SUMS", 0)
             assert one.run(lists=lists, plan=plan).equal(base), width
             assert emulator.names[-1] == "experts_combine"
     assert emulator.faults == 0
+
+
+STREAMED = (
+    (1, 3, 32, 32, 2),
+    (5, 4, 1056, 96, 2),
+    (1, 2, 7168, 256, 1),
+)  # rows, experts, hidden, width, a row's experts
+
+
+@pytest.mark.parametrize(("slots", "sms"), [(4, 3), (8, 2)])
+@pytest.mark.parametrize("sizes", STREAMED, ids=str)
+def test_the_one_kernel_gives_the_bits_of_the_two(
+    emulator: Any, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], slots: int, sms: int
+) -> None:
+    """K of one chunk and of whole slots, blocks of `down` that are no multiple of 4, shares of 2 and of 3 CTAs."""
+    monkeypatch.setattr(expert_stream_launch, "_MOST_SLOTS", slots)
+    monkeypatch.setattr(expert_stream_launch, "_sms", lambda device: sms)
+    emulator.num_experts = sizes[1]
+    one = case(*sizes)
+    base = one.run(plan=Plan(stream=False))
+    emulator.names.clear()
+    for _ in range(2):  # counters are as they were behind each
+        assert one.run(plan=STREAM).equal(base)
+    assert emulator.names == ["route_rows", "experts_stream"] * 2
+    assert emulator.faults == 0
+
+
+def test_a_slot_of_the_ring_is_always_the_same_warps() -> None:
+    """Or some wait for a phase without having seen the one before: 6 slots gave other bits at times."""
+    rings = [expert_stream_launch.slots_of(limit, 8, 8) for limit in range(0, 256 << 10, 1 << 10)]
+    assert set(rings) == {0, 4, 8}
+    assert rings == sorted(rings)
+
+
+def test_of_few_rows_two_kernels_are_taken(emulator: Any) -> None:
+    emulator.num_experts = 8
+    least = expert_stream_launch.FEWEST_ROWS
+    one = case(least, 8, 128, 32, 2)
+    for rows, stream in ((least - 1, False), (least, True)):
+        emulator.names.clear()
+        one.run(slice(0, rows))
+        assert ("experts_stream" in emulator.names) == (stream and rows > 0)
 
 
 def test_bits_of_a_row_do_not_depend_on_the_others(emulator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +351,7 @@ def test_shared_memory_of_every_launch_fits(emulator: Any, monkeypatch: pytest.M
         def __missing__(self, name: str) -> Any:
             return SimpleNamespace(launch=lambda grid, threads, shared, *_, **__: asked.append(shared))
 
-    for module in (expert_launch, route_launch):
+    for module in (expert_launch, expert_stream_launch, route_launch):
         monkeypatch.setattr(module, "_module", lambda device: SimpleNamespace(functions=Functions()))
         monkeypatch.setattr(module, "capability", lambda: arch)
     words = torch.empty(16, 224, 8, 16, dtype=torch.int32), torch.empty(224, 8, 8, 16, dtype=torch.int32)
@@ -322,7 +378,7 @@ def test_down_may_read_the_lists_early_only_behind_gate_up(emulator: Any) -> Non
     with torch.no_grad():
         expert_launch.gate_up(one.x, one.weights.gate_up, lists, 4, -1)
     assert gpu_launch.settled()
-    one.run()
+    one.run(plan=Plan(stream=False))
     assert not gpu_launch.settled()
 
 
@@ -336,7 +392,7 @@ def test_lists_that_are_not_copied_are_not_read_early(emulator: Any, monkeypatch
     lists = sorted_lists(one.ids, 4, 8)
     for pairs, early in ((1024, 1), (0, 0)):
         monkeypatch.setattr(expert_launch, "_STAGED_PAIRS", pairs)
-        one.run(lists=lists)
+        one.run(lists=lists, plan=Plan(stream=False))
         assert seen[-1] == early
 
 
@@ -368,13 +424,13 @@ def test_layers_read_nothing_that_no_kernel_wrote(emulator: Any) -> None:
     emulator.num_experts = 6
     one = case(5, 6, 96, 64, 3)
     gate = torch.randn(6, 96, generator=torch.Generator().manual_seed(3)).bfloat16()
-    base = layers(one, gate, 2, CHAINED)
+    base = layers(one, gate, 2, CHAINED, STREAM)
     assert base.isfinite().all()
     assert not base.equal(one.add)
     torch.use_deterministic_algorithms(True)  # fills what is new
     try:
         assert torch.empty(1).isnan().all()
-        assert layers(one, gate, 2, CHAINED).equal(base)
+        assert layers(one, gate, 2, CHAINED, STREAM).equal(base)
     finally:
         torch.use_deterministic_algorithms(False)
     assert emulator.faults == 0
@@ -409,19 +465,16 @@ def test_gpu_rows_have_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize("rows", [1, 4, 16, 128])
 def test_gpu_every_kernel_gives_the_same_bits(rows: int) -> None:
     one = case(rows, 24, 1792, 256, 8, "cuda")
-    for parts in (8, 16):
-        base = one.run(plan=Plan(parts=parts))
-        for gate_up in GATE_UP:
-            if 32 * parts > gate_up.threads:
-                continue
-            tile = 8 * gate_up.row_tiles
-            lists = router.expert_lists(one.ids, 24, tile)
-            for down in DOWN:
-                if 8 * down.row_tiles < tile:
-                    continue
+    base = one.run(plan=Plan(stream=False))
+    for tile in (8, 16, 32):
+        lists = router.expert_lists(one.ids, 24, tile)
+        for gate_up in (v for v in GATE_UP if 8 * v.row_tiles >= tile):
+            for down in (v for v in DOWN if 8 * v.row_tiles >= tile):
                 for more in ({}, {"pdl": False}, {"settled": False}, {"ctas": 0}):
-                    plan = Plan(gate_up=gate_up, down=down, parts=parts, **more)
+                    plan = Plan(False, gate_up, down, **more)
                     assert one.run(lists=lists, plan=plan).equal(base), plan
+        for _ in range(20):
+            assert one.run(lists=lists, plan=STREAM).equal(base), tile  # in one kernel, where entries are of 8 rows
 
 
 @pytest.mark.gpu
@@ -468,12 +521,12 @@ def test_gpu_layers_have_the_same_bits_with_and_without_pdl_and_in_a_graph(
     routing = replace(CHAINED, per_token=8, scaling=0.004)  # twenty layers stay finite; 0.05 of them did not
     with monkeypatch.context() as context:
         context.setenv("SLIPSTREAM_PDL", "0")
-        base = layers(one, gate, 20, routing, Plan(settled=False))
+        base = layers(one, gate, 20, routing, Plan(stream=False, settled=False))
     assert base.isfinite().all()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        x = layers(one, gate, 20, routing)
+        x = layers(one, gate, 20, routing, STREAM)
     for _ in range(5):
-        assert layers(one, gate, 20, routing).equal(base)
+        assert layers(one, gate, 20, routing, STREAM).equal(base)
         graph.replay()
         assert x.equal(base)

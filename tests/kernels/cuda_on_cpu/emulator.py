@@ -13,6 +13,7 @@ import torch
 from slipstream.kernels.cuda import (
     cluster_launch,
     expert_launch,
+    expert_stream_launch,
     gate_launch,
     int4_launch,
     prompt_launch,
@@ -67,6 +68,7 @@ def compile_experts(directory: Path) -> dict[str, ctypes.CDLL]:
     return {
         "route": _compile(directory, "route", "RouteParams"),
         "experts": _compile(directory, "expert_gemm", "ExpertParams"),
+        "stream": _compile(directory, "expert_stream", "StreamParams", "-DCOPY_TURNS=30"),
     }
 
 
@@ -244,12 +246,13 @@ class ExpertEmulator:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, arch: int = 90) -> None:
         """For the rest of a test, launches come here; the card has two multiprocessors."""
-        for module in (expert_launch, route_launch):
+        for module in (expert_launch, expert_stream_launch, route_launch):
             monkeypatch.setattr(module, "_module", lambda device: _Module(self, Epilogue.STORE))
             monkeypatch.setattr(module, "_stream", lambda device: 0)
             monkeypatch.setattr(module, "capability", lambda: arch)
             monkeypatch.setattr(module, "pdl_enabled", lambda: False)
-        monkeypatch.setattr(expert_launch, "_sms", lambda device: 2)
+        for module in (expert_launch, expert_stream_launch):
+            monkeypatch.setattr(module, "_sms", lambda device: 2)
         monkeypatch.setattr(gate_launch, "_module", lambda name, device: _Module(self, Epilogue.STORE))
         monkeypatch.setattr(gate_launch, "_stream", lambda device: 0)
         monkeypatch.setattr(gate_launch, "pdl_enabled", lambda: False)
@@ -260,8 +263,10 @@ class ExpertEmulator:
         if name in ("gate_rows", "choose_rows"):
             self._front(name, grid, threads, cluster, shared_bytes, params)
             return
-        routes = name.startswith("route")
-        library = self._libraries["route" if routes else "experts"]
+        routes, streams = name.startswith("route"), name == "experts_stream"
+        library = self._libraries["route" if routes else "stream" if streams else "experts"]
+        if streams:
+            cluster = grid  # CTAs that wait for each other
         if routes:
             weight_bytes = 2 * params.E * 32 * params.chunks
         else:
@@ -273,6 +278,15 @@ class ExpertEmulator:
         reads = np.zeros(max(1, weight_bytes // 16), dtype=np.uint32)
         flows = np.zeros((grid, 3), dtype=np.int64)
         x = params.x or 0
+        ranges = [x, x + x_bytes]
+        if streams:  # what else is copied: scales, and the words and scales of `down`
+            down_bytes = 512 * self.num_experts * params.down_blocks * params.down_chunks
+            ranges += [params.scales, params.scales + weight_bytes // 8]
+            ranges += [params.down_scales, params.down_scales + down_bytes // 8]
+            if params.down == params.weight + weight_bytes:  # one piece of memory: all its reads are counted
+                reads = np.zeros((weight_bytes + down_bytes) // 16, dtype=np.uint32)
+            else:
+                ranges += [params.down, params.down + down_bytes]
         faults = library.run(
             ctypes.cast(getattr(library, name), ctypes.c_void_p),
             grid,
@@ -282,8 +296,8 @@ class ExpertEmulator:
             ctypes.byref(params),
             ctypes.c_long(reads.size * 16),
             reads.ctypes.data_as(ctypes.c_void_p),
-            (ctypes.c_void_p * 2)(x, x + x_bytes),
-            1,
+            (ctypes.c_void_p * len(ranges))(*ranges),
+            len(ranges) // 2,
             flows.ctypes.data_as(ctypes.c_void_p),
         )
         self.faults += faults

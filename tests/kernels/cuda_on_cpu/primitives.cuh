@@ -10,6 +10,9 @@
 #include <map>
 #include <vector>
 
+#ifndef COPY_TURNS  // of the scheduler: a copy takes up to four times as many, longer than some that were issued after it
+#define COPY_TURNS 1
+#endif
 #define __device__
 #define __global__
 #define __shared__
@@ -216,7 +219,7 @@ inline void bulk_load(uint32_t to, const bf16* from, int bytes, uint32_t barrier
     }
     std::fill(shared + to / 4, shared + (to + bytes) / 4, NAN);
     emulator::copies.push_back({to, barrier, reinterpret_cast<const char*>(from), bytes,
-                                emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+                                emulator::turn + 1 + emulator::copies_issued++ * 7 % 5 * COPY_TURNS});
 }
 inline uint4 load_shared(uint32_t from) {
     return load_16(reinterpret_cast<const bf16*>(reinterpret_cast<const char*>(shared) + from));
@@ -347,6 +350,20 @@ inline int popcount(uint32_t v) { return __builtin_popcount(v); }
 inline void memory_fence() {}
 inline int load_list(const int32_t* address) { return *address; }
 inline float load_fresh(const float* address) { return *address; }
+inline uint4 load_fresh_16(const bf16* address) { return load_16(address); }
+inline float4 load_fresh_4(const float* address) {
+    if (reinterpret_cast<uintptr_t>(address) % 16) ++emulator::outside_reads;
+    return float4{address[0], address[1], address[2], address[3]};
+}
+inline void wait_for_count(const int32_t* at, int least) {
+    while (*at < least) emulator::yield();
+}
+inline void grid_wait(int32_t* at, int ctas, bool leads) {
+    if (ctas != emulator::cluster_ctas) ++emulator::outside_reads;
+    const uint32_t before = atomic_add(at, leads ? int(0x80000000u - unsigned(ctas - 1)) : 1);
+    while (((uint32_t(*at) ^ before) & 0x80000000u) == 0) emulator::yield();
+}
+inline void count_out(int32_t* at) { atomic_add(at, 1); }
 inline void store_shared(bf16* to, uint4 v) { *in_shared(to) = v; }
 inline uint4 load_shared(const bf16* from) { return *in_shared(from); }
 
@@ -379,7 +396,7 @@ inline void bulk_load_to_all(uint32_t to, const bf16* from, int bytes, uint32_t 
         check_running(to + moved);
         std::fill(shared + (to + moved) / 4, shared + (to + moved + bytes) / 4, NAN);
         emulator::copies.push_back({to + moved, barrier + moved, at, bytes,
-                                    emulator::turn + 1 + emulator::copies_issued++ * 7 % 5});
+                                    emulator::turn + 1 + emulator::copies_issued++ * 7 % 5 * COPY_TURNS});
     }
 }
 
