@@ -37,7 +37,12 @@ class CapturePlan:
                 do="correct the slots (capture.slots, --capture-slots), or take the target that they were made for",
             )
         if len(set(self.slots)) != len(self.slots):
-            raise BadSlots(f"slots {self.slots} name the same state twice", expected="each slot once")
+            raise BadSlots(
+                f"slots {self.slots} name the same state twice",
+                expected="each slot once",
+                do="name other slots (capture.slots, --capture-slots); where none are named, (2, N // 2, N - 3) are "
+                "taken, which are three states from N = 7 layers on",
+            )
 
     @property
     def teacher(self) -> int:

@@ -1,14 +1,52 @@
-"""Errors about values of a model directory's config.json."""
+"""Checks of, and errors about, values of a model directory's config.json."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 
+_ROPE_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
+
 
 def is_int(value: Any) -> bool:
     """An integer, and no truth value."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_rope_values(path: Path, key: str, rope: Any) -> None:
+    """Types of the scaling of a rotary embedding, of a target or a draft; an absent value and null mean the same.
+
+    Args:
+        path: of config.json, for errors.
+        key: `rope_scaling` or `rope_parameters`.
+        rope: its value.
+
+    Raises SlipstreamError for one that no angle can be made of.
+    """
+    if not isinstance(rope, dict | None):
+        raise wrong(path, key, rope, "an object or null")
+    found: Mapping[str, Any] = {name: value for name, value in (rope or {}).items() if value is not None}
+    for name in ("type", "rope_type"):
+        if not isinstance(found.get(name, ""), str):
+            raise wrong(path, f"{key}.{name}", found[name], "a name")
+    for name in _ROPE_NUMBERS:
+        value = found.get(name, 0)
+        if not ((is_int(value) or isinstance(value, float)) and 0 <= value < math.inf):
+            raise wrong(path, f"{key}.{name}", value, "a number of 0 or more")
+    name = "original_max_position_embeddings"
+    if name in found and not (is_int(found[name]) and found[name] > 0):
+        raise wrong(path, f"{key}.{name}", found[name], "an integer above 0")
 
 
 def unsupported(path: Path, key: str, value: Any, known: Any) -> SlipstreamError:

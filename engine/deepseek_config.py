@@ -160,7 +160,11 @@ def read_deepseek(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | 
     """
     absent = [key for key in _NEEDED if raw.get(key) is None]
     if absent:
-        raise SlipstreamError(f"{path} has no {absent[0]}", expected=f"all of {', '.join(_NEEDED)}")
+        raise SlipstreamError(
+            f"{path} has no {absent[0]}",
+            expected=f"all of {', '.join(_NEEDED)}",
+            do="correct the file, or copy the model directory again",
+        )
     for key, known in _ASSUMED.items():
         if key in raw and raw[key] not in known:
             raise unsupported(path, key, raw[key], known[0])
@@ -251,7 +255,7 @@ def _check(path: Path, raw: Mapping[str, Any]) -> None:
     if not isinstance(raw["norm_topk_prob"], bool):
         raise wrong(path, "norm_topk_prob", raw["norm_topk_prob"], "true or false")
     scaling = raw["routed_scaling_factor"]
-    if not (is_int(scaling) or isinstance(scaling, float)) or scaling <= 0:
+    if not (is_int(scaling) or isinstance(scaling, float)) or not 0 < scaling < math.inf:
         raise wrong(path, "routed_scaling_factor", scaling, "a number above 0")
     experts, groups, kept = raw["n_routed_experts"], raw["n_group"], raw["topk_group"]
     if experts % groups or kept > groups:

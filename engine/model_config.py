@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.engine.config_values import is_int, unsupported, wrong
+from slipstream.engine.config_values import check_rope_values, is_int, unsupported, wrong
 from slipstream.engine.deepseek_config import (
     DEEPSEEK_ARCHITECTURES,
     WRAPPER,
@@ -228,8 +228,7 @@ def _check_values(path: Path, raw: Mapping[str, Any]) -> None:
             raise wrong(path, key, raw[key], "an integer above 0")
     rope = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None}
     for key, value in rope.items():
-        if not isinstance(value, dict):
-            raise wrong(path, key, value, "an object or null")
+        check_rope_values(path, key, value)
     thetas = {f"{key}.rope_theta": value.get("rope_theta") for key, value in rope.items()}
     for key, value in {"rms_norm_eps": raw["rms_norm_eps"], "rope_theta": raw.get("rope_theta"), **thetas}.items():
         if value is not None and not ((is_int(value) or isinstance(value, float)) and 0 < value < math.inf):

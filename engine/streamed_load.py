@@ -22,7 +22,7 @@ from slipstream.engine.layers.quantized import Reader, quantise
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.deepseek import DeepseekModel
 from slipstream.engine.quantization import Quantization
-from slipstream.engine.tensor_files import differ, parameter_shards
+from slipstream.engine.tensor_files import check_finite, differ, parameter_shards
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 from slipstream.kernels.all_gather import all_gather
 
@@ -111,11 +111,18 @@ class Unit:
 
     def shards(self) -> dict[str, Shard]:
         """Checkpoint name -> where it goes."""
-        paths = parameter_shards(self.module)
-        shards = {self.names.name(".".join(filter(None, (self.path, below)))): paths[below] for below in paths}
+        shards = self._parameters()
         for reader in self.readers:
             shards |= reader.shards()
         return shards
+
+    def plain(self) -> dict[str, torch.Tensor]:
+        """Checkpoint name -> a weight that is not INT4 (readers look at theirs themselves)."""
+        return {name: shard.view for name, shard in self._parameters().items()}
+
+    def _parameters(self) -> dict[str, Shard]:
+        paths = parameter_shards(self.module)
+        return {self.names.name(".".join(filter(None, (self.path, below)))): paths[below] for below in paths}
 
     def on(self, device: torch.device | str) -> "Unit":
         """The same with memory there."""
@@ -179,7 +186,7 @@ def load_streamed(
         progress: told now and then how far this rank is.
 
     Raises SlipstreamError that lists what is missing, left over, misshaped or of a dtype that cannot be; and for a
-    weight that cannot be (a scale that is not finite), before the layers behind it take memory.
+    weight that cannot be (a number that is not finite), before the layers behind it take memory.
     """
     began = time.perf_counter()
     units = units_of(model, names, quantization)
@@ -189,6 +196,7 @@ def load_streamed(
     for unit in units:
         ready = unit.on(device)
         done += _read(ready.shards(), places)
+        check_finite(ready.plain())
         ready.finish()
         now = time.perf_counter()
         if now - told > _SECONDS_BETWEEN_LINES:

@@ -42,7 +42,7 @@ def tensor_files(directory: Path) -> dict[str, list[str]]:
     paths = [directory / "model.safetensors"]
     if index.is_file():
         listed = {}
-        for name, file in read_model_json(index)["weight_map"].items():
+        for name, file in _weight_map(index).items():
             listed.setdefault(str(directory / file), []).append(name)
         paths = [Path(path) for path in sorted(listed)]
     files: dict[str, list[str]] = {}
@@ -72,6 +72,39 @@ def tensor_files(directory: Path) -> dict[str, list[str]]:
     return files
 
 
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name. Raises SlipstreamError for an index that names no files."""
+    found = read_model_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise SlipstreamError(
+            f"{index} holds no weight_map of tensor names and file names",
+            expected="the index that came with the shards",
+            do="copy or download the model directory again",
+        )
+    return found
+
+
+def check_finite(views: Mapping[str, torch.Tensor]) -> None:
+    """Raises SlipstreamError that names the weights with a NaN or an infinity: every answer would come out of it.
+
+    Args:
+        views: checkpoint name -> the part that was loaded, on any device.
+    """
+    faults = []
+    for name, view in views.items():
+        # The sum takes no memory beside the weight; only where it is none itself are the numbers looked at one by one.
+        if view.is_floating_point() and not view.sum(dtype=torch.float32).isfinite():
+            count = int((~view.isfinite()).sum())
+            faults += [f"{name}: {count} numbers of {view.numel()}"] if count else []
+    if faults:
+        raise SlipstreamError(
+            f"{len(faults)} weights are not finite:\n    " + _some(faults, "\n    "),
+            expected="finite numbers (neither NaN nor infinite)",
+            do="copy or download the model directory again; if it is the same then, the checkpoint was saved broken",
+            fault="F8",
+        )
+
+
 def load_tensors(
     files: Mapping[str, list[str]],
     shards: Mapping[str, Shard],
@@ -89,7 +122,7 @@ def load_tensors(
         alias: names that may repeat another tensor; the repeat must be equal.
         derived: names that follow from the config and are passed over.
 
-    Raises SlipstreamError that lists what is missing, left over, misshaped or of a dtype that cannot be.
+    Raises SlipstreamError that lists what is missing, left over, misshaped, of a dtype that cannot be or not finite.
     """
     alias = alias or {}
     missing = set(shards)
@@ -121,6 +154,7 @@ def load_tensors(
             faults.append(f"{name} differs from {alias[name]}, to which the config ties it")
     if faults:
         raise differ(faults)
+    check_finite({name: shard.view for name, shard in shards.items()})
 
 
 def differ(faults: list[str]) -> SlipstreamError:

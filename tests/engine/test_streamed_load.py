@@ -149,6 +149,33 @@ def test_a_scale_that_is_no_number_is_named_before_the_next_layer_takes_memory(c
     assert len(allocated) == 3  # embedding, layer 0, layer 1; not layer 2
 
 
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("self_attn.kv_b_proj.weight", float("nan")),
+        ("mlp.gate.e_score_correction_bias", float("inf")),
+        ("mlp.shared_experts.up_proj.weight", float("-inf")),
+        ("input_layernorm.weight", float("nan")),
+    ],
+)
+def test_a_plain_weight_that_is_not_finite_is_named_likewise(copy, allocated, part, value):
+    def change(weight):
+        weight.view(-1)[3] = value
+        return weight
+
+    name = f"language_model.model.layers.1.{part}"
+    edit(copy, name, change)
+    assert f"F8: 1 weights are not finite:\n    {name}: 1 numbers of" in refused(copy)
+    assert len(allocated) == 3  # embedding, layer 0, layer 1; not layer 2
+
+
+@pytest.mark.parametrize("found", [[], {}, None, {"model.norm.weight": 3}, ["model-00001-of-00002.safetensors"]])
+def test_an_index_that_names_no_files(copy, allocated, found):
+    (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
+    assert "holds no weight_map of tensor names and file names" in refused(copy)
+    assert not allocated
+
+
 def test_a_shape_that_contradicts_the_config(copy, allocated):
     edit(copy, f"{EXPERT}down_proj.weight_shape", lambda t: t.flip(0))
     assert f"{EXPERT}down_proj.weight_shape is [256, 64]" in refused(copy)

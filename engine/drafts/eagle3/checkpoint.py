@@ -20,7 +20,7 @@ from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.hf_config import CONFIG, DraftRecord, read_config, write_configs
 from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
-from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_vocabulary
+from slipstream.engine.drafts.eagle3.tensor_checks import check_names_and_shapes, check_numbers, check_vocabulary
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import write_atomic
 from slipstream.engine.layers.latent_attention import rope_in_halves, rope_in_pairs
@@ -96,6 +96,8 @@ def from_tensors(
         optional.add("embed_tokens.weight")
     found = {name: tensor.shape for name, tensor in tensors.items()}
     check_names_and_shapes(found, needed, where=where, optional=optional, skip=skip)
+    if "F8" not in skip:
+        check_numbers(tensors, where)
     with torch.no_grad():
         for name, shard in shards.items():
             if name in tensors and tensors[name].shape == shard.shape:

@@ -15,6 +15,7 @@ from slipstream.engine.deepseek_config import LATENT_SIZES, Latent, read_latent
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
 from slipstream.engine.drafts.eagle3.layer_ids import KNOWN_VERSIONS, Engine, Family, reading
 from slipstream.engine.drafts.eagle3.published import IDS_KEY, attention_of, check_kind, published_slots
+from slipstream.engine.drafts.eagle3.value_checks import check_values
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json_object, write_atomic
 from slipstream.engine.handover import TargetIdentity, refuse, slot_differences
@@ -162,10 +163,11 @@ def read_config(
         family: of the target; with it a draft of another trainer tells its slots itself where its ids are unambiguous.
         skip: faults whose checks are off.
 
-    Raises SlipstreamError for a missing key, and (F2, F3) when config.json names other slots than slipstream.json;
-    for a kind of draft that there is no network for; and (F4) for ids that engines read differently.
+    Raises SlipstreamError for a missing key or a value that cannot be; (F2, F3) when config.json names other slots than
+    slipstream.json; for a kind of draft that there is no network for; and (F4) for ids that engines read differently.
     """
     value = _read_json(directory / CONFIG)
+    check_values(directory / CONFIG, value, (*_SWITCHES, "use_aux_norm"))
     check_kind(directory / CONFIG, value)
     own = _read_json(directory / RECORD) if (directory / RECORD).is_file() else None
     if own is not None:

@@ -36,6 +36,7 @@ _ASSUMED: Mapping[str, Any] = {
     "mla_use_nope": False,
     "mla_use_output_gate": False,
 }
+_ASSUMED_GROUPED: Mapping[str, Any] = {"num_hidden_layers": 1, "hidden_act": "silu"}
 _ASSUMED_NESTED: Mapping[str, Any] = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -73,18 +74,20 @@ def check_kind(path: Path, value: Mapping[str, Any]) -> None:
             expected=f"one of {', '.join((*GROUPED, *LATENT))}",
             do="use an EAGLE-3 draft of this form",
         )
-    if kind == "latent":
-        nested = value.get("eagle_config")
-        _check_assumed(path, value, _ASSUMED, "")
-        _check_assumed(path, nested if isinstance(nested, Mapping) else {}, _ASSUMED_NESTED, "eagle_config.")
+    if kind == "grouped":
+        _check_assumed(f"{path}, a draft with KV heads,", value, _ASSUMED_GROUPED, "")
+    else:
+        nested, what = value.get("eagle_config"), f"{path}, a draft with latent attention (MLA),"
+        _check_assumed(what, value, _ASSUMED, "")
+        _check_assumed(what, nested if isinstance(nested, Mapping) else {}, _ASSUMED_NESTED, "eagle_config.")
 
 
-def _check_assumed(path: Path, value: Mapping[str, Any], assumed: Mapping[str, Any], prefix: str) -> None:
+def _check_assumed(what: str, value: Mapping[str, Any], assumed: Mapping[str, Any], prefix: str) -> None:
     for key, known in assumed.items():
         found = value.get(key)
         if found is not None and found != known:
             raise SlipstreamError(
-                f"{path}, a draft with latent attention (MLA), says {prefix}{key} = {found!r}",
+                f"{what} says {prefix}{key} = {found!r}",
                 expected=f"{prefix}{key} = {known!r}: this engine's draft network has no other form",
                 do="use a draft without it, or serve this one with another engine (server.engine)",
             )

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.tensor_files import check_finite
 
 # Offsets of a sorted choice repeat wherever two neighbouring ids are chosen; target ids never repeat. A d2t with so
 # many entries and no repeat holds target ids, even where offsets of that size would be possible.
@@ -59,6 +60,25 @@ def check_names_and_shapes(
             do="rename or convert the tensors, or restore the config.json that was written with them",
             fault="F8",
         )
+
+
+def check_numbers(tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raises SlipstreamError (F8) for a weight of a dtype that no draft has, or that holds a number that is not finite.
+
+    Args:
+        tensors: by file name; `d2t` and `t2d` are left to `check_vocabulary`.
+        where: what was read or written, for the error.
+    """
+    weights = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    for name, tensor in weights.items():
+        if tensor.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise SlipstreamError(
+                f"{where}: {name} is {tensor.dtype}",
+                expected="weights in bfloat16, float16 or float32: a draft that is not quantized",
+                do="convert the training checkpoint again",
+                fault="F8",
+            )
+    check_finite({f"{where}: {name}": tensor for name, tensor in weights.items()})
 
 
 def check_vocabulary(

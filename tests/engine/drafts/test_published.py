@@ -145,6 +145,8 @@ def test_without_a_target_nothing_is_guessed(tmp_path: Path) -> None:
         (MLA | {"rope_interleave": False}, "rope_interleave = False"),
         (MLA | {"num_hidden_layers": 2}, "num_hidden_layers = 2"),
         (MLA | {"eagle_config": NESTED | {"use_mtp_layernorm": True}}, r"eagle_config\.use_mtp_layernorm = True"),
+        (LLAMA | {"num_hidden_layers": 2}, "num_hidden_layers = 2"),
+        (LLAMA | {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (LLAMA | {"architectures": ["Qwen9ForCausalLMEagle3"]}, "names the architecture Qwen9"),
         ({"speculators_config": {}, "speculators_model_type": "eagle3"}, "speculators format"),
     ],
@@ -172,6 +174,32 @@ def test_other_kinds_are_named_and_refused(tmp_path: Path, value: dict[str, Any]
 def test_sizes_of_latents_that_cannot_be(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(SlipstreamError, match=words):
         read(tmp_path, MLA | change, slots=(2, 30, 58))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": "LlamaForCausalLMEagle3"}, "architectures = "),
+        ({"hidden_size": "7168"}, "hidden_size = '7168'"),
+        ({"hidden_size": -64}, "hidden_size = -64"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0"),
+        ({"intermediate_size": None}, "intermediate_size = None"),
+        ({"draft_vocab_size": True}, "draft_vocab_size = True"),
+        ({"max_position_embeddings": 2048.0}, "max_position_embeddings = 2048.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps = nan"),
+        ({"rope_theta": -1.0}, "rope_theta = -1.0"),
+        ({"rope_theta": "50000"}, "rope_theta = '50000'"),
+        ({"norm_output": "false"}, "norm_output = 'false'"),  # a text is true to Python
+        ({"eagle_config": [1]}, r"eagle_config = \[1\]"),
+        ({"rope_scaling": "yarn"}, "rope_scaling = 'yarn'"),
+        ({"rope_scaling": SCALING | {"beta_fast": "32"}}, "rope_scaling.beta_fast = '32'"),
+    ],
+)
+def test_values_that_no_draft_has(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(SlipstreamError, match=words) as error:
+        read(tmp_path, LLAMA | change, slots=(2, 30, 58))
+    assert error.value.expected
+    assert error.value.do
 
 
 @pytest.mark.parametrize("kind", [LLAMA, MLA], ids=["grouped", "latent"])
