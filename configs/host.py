@@ -147,7 +147,7 @@ class Host(Section):
             raise ValueError("no further hosts, as host.kind is local")
         first = (info.data.get("address"), info.data.get("port"))
         places = [first, *((other.address, other.port or first[1]) for other in more)]
-        if len(set(places)) < len(places):
+        if len({(str(name).lower(), port) for name, port in places}) < len(places):
             raise ValueError("every host once, by address and port")
         for other in more:
             cls._address(other.address, info)

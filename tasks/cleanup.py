@@ -153,6 +153,18 @@ def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
     )
 
 
+def read_ready(ready_file: Path) -> dict[str, Any] | None:
+    """What a server wrote of itself when it listened: host, port, url; None where it has not, or where it is damaged.
+
+    A damaged one keeps nobody from stopping its server.
+    """
+    try:
+        state = read_json(ready_file)
+    except (FileNotFoundError, SlipstreamError):
+        return None
+    return state if isinstance(state, dict) and {"host", "port", "url"} <= state.keys() else None
+
+
 def note_segments(state_file: Path) -> None:
     """Notes the shared memory that a started group holds now: of one that is killed later nobody else can tell."""
     record = read_record(state_file)
@@ -242,8 +254,8 @@ def _wait_for_gpus(record: ProcessRecord) -> None:
 
 def _address(record: ProcessRecord, ready_file: Path) -> tuple[str, int] | None:
     """Host and port that a server got, from its own state file, else from the notes; None when it never got one."""
-    if ready_file.is_file():
-        state = read_json(ready_file)
+    state = read_ready(ready_file)
+    if state is not None:
         return str(state["host"]), int(state["port"])
     port = int(record.notes.get("port", 0))
     return (str(record.notes["host"]), port) if port else None

@@ -23,6 +23,7 @@ from slipstream.tasks.process import STATE_SUFFIX, ProcessIdentity, is_alive, re
 
 FOLDER = "last-good"
 RECORD = "record.json"
+RUNBOOK = "roll-back.md"
 # What makes a server brought back the same as before. Directories are not compared: the draft's is another one.
 SAME = ("num_steps", "verify_width", "slots", "choose_steps", "dtype", "device", "tensor_parallel_size", "model")
 
@@ -74,7 +75,8 @@ def read_last_good(workdir: Path) -> LastGood | None:
     path = workdir / FOLDER / RECORD
     if not path.is_file():
         return None
-    expected, do = "what `slipstream stage launch` noted", f"delete {path.parent}"
+    expected = "what `slipstream stage launch` noted"
+    do = f"look what serves; delete {path}: then none is brought back; run `slipstream stage launch CONFIG`"
     value = read_json(path, expected=expected, do=do)
     before = {
         "draft": DRAFT if (path.parent / DRAFT).is_dir() else None,
@@ -82,9 +84,14 @@ def read_last_good(workdir: Path) -> LastGood | None:
     }  # of records of older releases
     try:
         identity, command = ProcessIdentity(**value["identity"]), tuple(value["command"])
-        return LastGood(**{**before, **value, "identity": identity, "command": command})
-    except (KeyError, TypeError) as error:
-        raise SlipstreamError(f"{path} names no server: {error!r}", expected=expected, do=do) from error
+        made = {**before, **value, "identity": identity, "command": command, "port": int(value["port"])}
+        last = LastGood(**made)
+        command_again(last, workdir)  # what a restore asks of it: found before anything is stopped
+        what_makes_it(last.settings)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        what = f"{path} names no server: {error!r}"
+        raise SlipstreamError(what, expected=expected, do=do, runbook=RUNBOOK) from error
+    return last
 
 
 def no_longer_wanted(workdir: Path) -> None:

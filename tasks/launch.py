@@ -39,8 +39,12 @@ def run(context: StageContext) -> dict[str, Any]:
     refuse(find(facts))
     try:
         return _replace(context, facts)
-    except SlipstreamError:
-        last = read_last_good(workdir)
+    except Exception:
+        try:
+            last = read_last_good(workdir)
+        except SlipstreamError as damaged:  # must not hide why the launch failed
+            context.warn(damaged.found)
+            last = None
         if last is not None and last.wanted and not last.lives:
             context.warn(
                 "the server of before was stopped to make room; `slipstream stage restore CONFIG` brings it back"
@@ -65,11 +69,11 @@ def _replace(context: StageContext, facts: Facts) -> dict[str, Any]:
         promise = server.settings["row_invariance"]
         context.say(f"ready at {server.url} after {server.seconds:.1f} s; {promise['detail']}: {promise['promise']}")
         smoke = smoke_test(context, server, plan)
-    except BaseException:
+        write_json(context.out / SETTINGS, server.settings)
+        keep_last_good(workdir, plan.draft, server.settings)
+    except BaseException:  # also where the disk is full: no server that nobody notes
         stop_server(config, workdir)
         raise
-    write_json(context.out / SETTINGS, server.settings)
-    keep_last_good(workdir, plan.draft, server.settings)
     return {
         "base_url": server.url,
         "model": server.model,

@@ -29,6 +29,7 @@ def explain_os_errors(stage: str, workdir: Path) -> Iterator[None]:
                 f"the disk of {workdir} is full ({free / 1e6:.1f} MB free) in stage {stage}: {error}",
                 expected="room for the stage's output (`slipstream plan` estimates it)",
                 do=f"free space or set host.workdir to a larger disk, then run the same command again. {kept}",
+                runbook="disk-full.md",
             ) from error
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise SlipstreamError(

@@ -20,13 +20,13 @@ from slipstream.tasks.cleanup import (
     check_port,
     gpu_baseline,
     note_segments,
+    read_ready,
     segments_before,
     stop_recorded,
 )
 from slipstream.tasks.counters import read_counters, read_settings
 from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.hosts.gpu_claim import hold_gpus, refuse_held_gpus
-from slipstream.tasks.manifest import read_json
 from slipstream.tasks.process import STATE_SUFFIX, Detached, ProcessIdentity, start_detached, tail
 
 if TYPE_CHECKING:
@@ -271,8 +271,8 @@ def stop_server(deployment: "Deployment", workdir: Path, name: str = "server") -
 
 def answers(workdir: Path, name: str = "server") -> bool:
     """Whether a server of that name is ready for requests now; one that starts, drains or hangs is not."""
-    ready_file = workdir / f"{name}{READY_SUFFIX}"
-    return ready_file.is_file() and _health(str(read_json(ready_file)["url"]), "")[0]
+    state = read_ready(workdir / f"{name}{READY_SUFFIX}")
+    return state is not None and _health(str(state["url"]), "")[0]
 
 
 def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[str, Any]) -> None:
@@ -323,8 +323,8 @@ def _wait_until_healthy(process: Detached, ready_file: Path, seconds: float, pro
                 expected="health within server.startup_timeout_seconds",
                 do=f"read {process.record.log}; raise server.startup_timeout_seconds if it only needs longer",
             )
-        if not url and ready_file.is_file():
-            url = str(read_json(ready_file)["url"])
+        if not url and (state := read_ready(ready_file)) is not None:
+            url = str(state["url"])
         if url:
             healthy, phase = _health(url, phase)
             if progress is not None:

@@ -4,6 +4,7 @@ The launches are the real stage in a process of its own that is ended by SIGKILL
 in no time (stub_server.py). With the real one: test_restore.py.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -60,7 +61,7 @@ def what_serves(workdir):
     record = read_record(workdir / "server.state.json")
     if record is None or not group_members(record.identity) or not server.answers(workdir):
         return None
-    return server.read_settings(server.read_json(workdir / "server.ready.json")["url"])["draft"]["fingerprint"]
+    return server.read_settings(read_json(workdir / "server.ready.json")["url"])["draft"]["fingerprint"]
 
 
 def killed(stage, deployment, workdir, patch):
@@ -188,9 +189,19 @@ def test_a_record_of_an_older_release_is_read_and_a_damaged_one_keeps_nobody_fro
     cleanup.clean(workdir, deployment)
     assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
     assert what_serves(workdir) == "old"
-    (folder / "record.json").write_text("{}")
-    with pytest.raises(SlipstreamError, match="names no server"):
-        read_last_good(workdir)
+    whole = read_json(folder / "record.json")
+    for part in (
+        {"settings": {}},
+        {"command": ["python"]},
+        {"port": "any"},
+        {"of a newer release": 1},
+        {"identity": 1},
+    ):
+        write_json(folder / "record.json", whole | part)
+        with pytest.raises(SlipstreamError, match="names no server") as error:
+            run_stage(restore.STAGE, deployment, workdir)
+        assert error.value.runbook == "roll-back.md"
+        assert what_serves(workdir) == "old"  # it is told before anything is stopped
     run_stage(cleanup.STAGE, deployment, workdir)
     assert what_serves(workdir) is None
     assert run_stage(restore.STAGE, deployment, workdir).figures == {"server": "none"}
@@ -201,3 +212,47 @@ def test_a_server_that_hangs_or_lost_its_front_is_started_again(stub):
     os.kill(read_last_good(workdir).identity.pid, signal.SIGKILL)
     assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
     assert what_serves(workdir) == "old"
+
+
+def test_a_launch_that_fails_beside_a_damaged_record_says_why_it_failed(stub, monkeypatch, pipeline):
+    deployment, workdir = stub
+    listener = pipeline.Listener()
+    (workdir / "last-good" / "record.json").write_text("{")
+
+    def differs(*_):
+        raise SlipstreamError("A_1 differs")
+
+    monkeypatch.setattr(launch, "smoke_test", differs)
+    with pytest.raises(SlipstreamError, match="A_1 differs"):
+        run_stage(launch.STAGE, deployment, workdir, listener)
+    assert any("record.json is not readable" in text for text in listener.warned)
+
+
+def test_a_launch_that_cannot_be_noted_leaves_no_server(stub, monkeypatch):
+    deployment, workdir = stub
+    make_draft(deployment, workdir, "new")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last_good, "write_json", full)
+        with pytest.raises(SlipstreamError, match=r"disk .* is full") as error:
+            run_stage(launch.STAGE, deployment, workdir)
+    assert error.value.runbook == "disk-full.md"
+    assert read_record(workdir / "server.state.json") is None
+    assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
+    assert what_serves(workdir) == "old"
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}"])
+def test_a_damaged_ready_file_keeps_nobody_from_stopping_its_server(stub, damaged):
+    deployment, workdir = stub
+    before = read_record(workdir / "server.state.json").identity
+    (workdir / "server.ready.json").write_text(damaged)
+    assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
+    assert not group_members(before)
+    assert what_serves(workdir) == "old"
+    (workdir / "server.ready.json").write_text(damaged)
+    run_stage(cleanup.STAGE, deployment, workdir)
+    assert read_record(workdir / "server.state.json") is None

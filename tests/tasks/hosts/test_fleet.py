@@ -67,7 +67,7 @@ def test_further_hosts_are_written_by_what_differs():
     ("values", "words"),
     [
         ({"more": ({"address": "a"},)}, "host.kind is local"),
-        ({"kind": "ssh", "address": "a", "more": ({"address": "a"},)}, "every host once"),
+        ({"kind": "ssh", "address": "a", "more": ({"address": "A"},)}, "every host once"),
         ({"kind": "ssh", "address": "a", "more": ({"address": "-oProxyCommand=x"},)}, "a name or address alone"),
         ({"kind": "ssh", "address": "a", "more": ({"address": "b", "user": "a b"},)}, "ADDRESS"),
         ({"kind": "ssh", "address": "a", "more": ({"adress": "b"},)}, "adress"),
