@@ -74,7 +74,7 @@ class Expected:
 # the same share and card: 6.77, 7.35, 7.70, 7.70, 8.05.
 MEASURED = MeasuredSteps(
     "this engine",
-    {1: (1.40, 4.44), 2: (1.74, 4.95), 4: (2.40, 6.34), 8: (3.63, 9.12), 16: (5.80, 15.13)},
+    {1: (1.40, 3.97), 2: (1.74, 4.48), 4: (2.40, 5.67), 8: (3.63, 7.39), 16: (5.80, 11.36)},
 )
 # Floor / measured of a draft's steps: our engine, Llama-3.1-8B sizes, K = 3 on an H200 (tests/benchmarks/NOTES.md).
 DRAFT_EFFICIENCY = 0.85

@@ -18,7 +18,7 @@ LAST = re.compile(r"expert|all_reduce")  # what a layer of experts ends with
 # A kernel's name -> what it does, what it reads, which products follow.
 NAMED = (
     ("order", "rows in the products' order", (), ""),
-    ("write_latent|latent_rows", "latent into the cache", (), "attended"),
+    ("write_latent|latent_rows", "latent into the cache", (), ""),
     ("chunks", "attention", ("cache",), "attended"),
     ("combine", "attention: combine", (), "attended"),
     ("rms_norm", "norm", (), "mixed"),
