@@ -75,6 +75,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", default="0,1,2,3,4", help="every K of the part kimi; 0 comes first")
     parser.add_argument("--models", default="llama8b,llama70b", help="of the part llama")
     parser.add_argument("--runs", type=int, default=40, help="of the part same")
+    parser.add_argument("--captures", type=int, default=3, help="of the part same: engines of K = 3, captured anew")
     parser.add_argument("--share", type=int, default=1, help="of the part same on one rank: that of so many, alone")
     parser.add_argument("--seconds", type=float, default=535.0, help="of everything")
     parser.add_argument("--rehearse", choices=("", "cpu", "card"), default="")

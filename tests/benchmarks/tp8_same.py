@@ -106,7 +106,10 @@ def one_run(engine: Engine, batch: int, new: int, steps: Steps) -> tuple[list[li
 
 
 def same_part(run: Run) -> None:
-    """K = 0 of one and of four requests, K = 3 of one; `--runs` times each."""
+    """K = 0 of one and of four requests, K = 3 of one; `--runs` times each.
+
+    K = 3 as served, too, by `--captures` engines: a first run behind a capture was once the one that went astray.
+    """
     args, rehearse = run.args, bool(run.args.rehearse)
     alone = run.parallel.size == 1 and args.share > 1
     config = kimi_k25_rank(args.share, args.layers) if alone else kimi_k25(args.layers, 8192)
@@ -130,8 +133,11 @@ def same_part(run: Run) -> None:
                 answers, prompt = tokens, prompts_of(engine, 1, PROMPT)[0]
         steps.stop()
         if num_steps:  # as served: launches stay out, and nothing is read between them
-            flying = models.engine(num_steps, proposer, graphs=True)
-            in_flight(run, name, flying, new, answers[0], args.runs)
+            for _ in range(args.captures):
+                flying = models.engine(num_steps, proposer, graphs=True)
+                in_flight(run, name, flying, new, answers[0], max(2, args.runs // args.captures))
+                del flying
+                free(run.device)
         free(run.device)
 
 
@@ -167,9 +173,10 @@ def in_flight(run: Run, name: str, engine: Engine, new: int, right: list[int], r
 
 def repeated(run: Run, name: str, engine: Engine, batch: int, new: int, steps: Steps, runs: int) -> list[list[int]]:
     """Runs the same again and again; the tokens of the first run."""
-    one_run(engine, batch, new, steps)  # fills what later runs find in rows that nobody needs
+    # Of the first run after the start only the tokens count: it fills what later ones find in rows that nobody needs.
+    very_first, _ = one_run(engine, batch, new, steps)
     first, right = one_run(engine, batch, new, steps)
-    deviating, told, rounds = 0, 0, 0
+    deviating, told, rounds = int(very_first != first), 0, 0
     for number in range(1, runs):
         tokens, left = one_run(engine, batch, new, steps)
         rounds += len(left)
