@@ -5,9 +5,7 @@
 // CTA 0 chooses, a warp a row, and makes the lists; it is a latency. Each warp of the others takes a tile of 16 weight rows
 // and all of K in order (packed weights, as gate.cuh's).
 #pragma once
-#include <epilogue.cuh>
-
-#include <cmath>
+#include <expert_groups.cuh>
 
 namespace slipstream {
 
@@ -39,13 +37,6 @@ struct ChooseParams {
 constexpr int CHOOSE_THREADS = 256, CHOOSE_WARPS = 8, CHOOSE_DEPTH = 8;
 constexpr int FEW_PAIRS = 128;  // lists of so many are made by counting
 
-// A key whose order is that of floats; 0 is below all.
-__device__ inline uint32_t order_key(float v) {
-    const uint32_t bits = float_to_bits(v);
-    const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return key ? key : 1u;
-}
-
 // The largest of the keys of a warp, lane l holding those of experts l + 32 i: its expert, the lowest of equals.
 template <int EACH>
 __device__ inline int take_best(uint32_t (&keys)[EACH], int lane) {
@@ -74,36 +65,6 @@ __device__ inline int take_best(uint32_t (&keys)[EACH], int lane) {
     return int(chosen);
 }
 
-// Keys of experts outside the groups that score highest by their two best are made 0. sums: of a row, with bias.
-template <int EACH>
-__device__ inline void keep_groups(const ChooseParams& p, const float* sums, uint32_t (&keys)[EACH], int lane) {
-    const int size = p.E / p.groups;
-    float first = -INFINITY, second = -INFINITY;  // lane g: of group g
-    if (lane < p.groups) {
-        for (int e = lane * size; e < (lane + 1) * size; ++e) {
-            const float v = sums[e];
-            if (v > first) {
-                second = first;
-                first = v;
-            } else if (v > second) {
-                second = v;
-            }
-        }
-    }
-    uint32_t mine = lane < p.groups ? order_key(size > 1 ? first + second : first) : 0u, kept = 0;
-    for (int i = 0; i < p.groups_kept; ++i) {
-        const uint32_t most = reduce_max(mine);
-        const uint32_t group = reduce_min(mine == most ? uint32_t(lane) : 0xffffffffu);
-        kept |= 1u << group;
-        if (uint32_t(lane) == group) mine = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        const int e = lane + 32 * i;
-        if (e < p.E && !(kept >> (e / size) & 1u)) keys[i] = 0;
-    }
-}
-
 // The choice of row m, by a warp. bias: of this lane's experts; scores: room for 2 E floats, the warp's own; ids: of all
 // pairs. Both in shared memory.
 template <int EACH>
@@ -122,7 +83,7 @@ __device__ inline void choose_row(const ChooseParams& p, int m, int lane, const 
         }
     }
     sync_warp();
-    if (p.groups > 1) keep_groups<EACH>(p, sums, keys, lane);
+    if (p.groups > 1) keep_groups(p, sums, keys, lane);
     int mine = 0;
 #pragma unroll 1
     for (int j = 0; j < p.per_token; ++j) {

@@ -12,6 +12,7 @@
 // First order_x_for_wgmma writes x, the norm applied, as wgmma reads it.
 #pragma once
 #include <bulk_gemm.cuh>
+#include <order_rows.cuh>
 #include <warpgroup.cuh>
 
 namespace slipstream {
@@ -30,40 +31,16 @@ template <int GROUPS>
 constexpr int COPY_WARPS = GROUPS > 2 ? 2 : 4;
 // Within BARRIER_BYTES. SUMS_LAST: SUMS_FULL of the last unit, for which warps wait that have seen no phase before.
 constexpr int SUMS_FULL_AT = 256, SUMS_LAST_AT = 264, SUMS_EMPTY_AT = 272;
-constexpr int ORDER_WARPS = 4, ORDER_CHUNKS = 4;  // of a CTA, and of each of its warps
 
-// [chunk][8 columns (rows of x)][4 pieces of 8 k][column][8 k]; pieces 0 and 1 are the k of a chunk's first MMA, 2 and 3 of
-// its second, in the packed weight's order of k. A CTA takes 8 rows and ORDER_WARPS * ORDER_CHUNKS chunks.
+// [chunk][8 columns (rows of x)][4 pieces of 8 k][column][8 k].
 template <bool NORM>
 __device__ inline void order_x_for_wgmma(const ClusterParams& given) {
-    const Params& p = given.common;
-    pdl_launch_dependents();  // the product, which fetches weights meanwhile
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = (p.M + 7) / 8;
-    const int slice = blockIdx.x / blocks, m = 8 * (blockIdx.x - slice * blocks) + g;
-    const int first = (slice * ORDER_WARPS + threadIdx.x / 32) * ORDER_CHUNKS;
-    uint4 scale[ORDER_CHUNKS] = {}, x[ORDER_CHUNKS] = {};
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (NORM && first + i < chunks) scale[i] = load_activation(p.norm_weight + 32 * (first + i) + 8 * t);
-    }
-    pdl_wait();  // nothing above reads what another kernel writes
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) x[i] = load_activation(p.x + m * p.x_stride + 32 * (first + i) + 8 * t);
-    }
-    const float rstd = NORM ? row_rstd<8>(p, m, t) : 0.0f;
-    uint32_t* const to = reinterpret_cast<uint32_t*>(given.x_ordered) + m / 8 * 128 + m % 8 * 4 + t;
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) {
-            const uint4 v = NORM ? normed(x[i], rstd, scale[i]) : x[i];
-            uint32_t* const at = to + int64_t(first + i) * given.columns * 16;
-            at[0] = v.x;
-            at[32] = v.y;
-            at[64] = v.z;
-            at[96] = v.w;
-        }
-    }
+    const auto place = [&](int m, int t) {
+        return reinterpret_cast<uint32_t*>(given.x_ordered) + m / 8 * 128 + m % 8 * 4 + t;
+    };
+    order_rows<NORM>(given.common, place, [&](uint32_t* to, int chunk, const uint4& v) {
+        store_for_wgmma(to + int64_t(chunk) * given.columns * 16, v);
+    });
 }
 
 // The units of a cluster, from its share of all tiles, nearly the same for all clusters. All but the last are of one height,

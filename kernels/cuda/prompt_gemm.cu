@@ -3,7 +3,7 @@
 #include <prompt_gemm.cuh>
 
 #define ORDER(NORM)                                                                  \
-    extern "C" __global__ void __launch_bounds__(32 * slipstream::PROMPT_WARPS, 9)   \
+    extern "C" __global__ void __launch_bounds__(32 * slipstream::ORDER_WARPS, 9)    \
         order_##NORM(const __grid_constant__ slipstream::PromptParams p) {           \
         slipstream::order_for_wgmma<NORM>(p);                                        \
     }

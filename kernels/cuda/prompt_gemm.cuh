@@ -15,6 +15,7 @@
 // memory is the ring's, and while one group finishes, the other's products go on.
 #pragma once
 #include <bulk_gemm.cuh>
+#include <order_rows.cuh>
 #include <warpgroup.cuh>
 
 namespace slipstream {
@@ -29,42 +30,18 @@ struct PromptParams {
 
 constexpr int PROMPT_COLUMNS = 128, PROMPT_TILES = 8, PROMPT_THREADS = 384;
 constexpr int PROMPT_X_CHUNK = 64 * PROMPT_COLUMNS, PROMPT_SLOT = 2 * (PROMPT_TILES * CHUNK_BYTES + PROMPT_X_CHUNK);
-constexpr int PROMPT_WARPS = 4, PROMPT_CHUNKS = 4;  // that order x, of a CTA; chunks of each
 
-// Pieces 0 and 1 of a chunk are the k of its first MMA, 2 and 3 of its second, in the packed weight's order of k. A CTA
-// takes 8 rows and PROMPT_WARPS * PROMPT_CHUNKS chunks.
 template <bool NORM>
 __device__ inline void order_for_wgmma(const PromptParams& given) {
-    const Params& p = given.common;
-    pdl_launch_dependents();
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = (p.M + 7) / 8;
-    const int slice = blockIdx.x / blocks, m = 8 * (blockIdx.x - slice * blocks) + g;
-    const int first = (slice * PROMPT_WARPS + threadIdx.x / 32) * PROMPT_CHUNKS;
-    uint4 scale[PROMPT_CHUNKS] = {}, x[PROMPT_CHUNKS] = {};
-#pragma unroll
-    for (int i = 0; i < PROMPT_CHUNKS; ++i) {
-        if (NORM && first + i < chunks) scale[i] = load_activation(p.norm_weight + 32 * (first + i) + 8 * t);
-    }
-    pdl_wait();  // nothing above reads what another kernel writes
-#pragma unroll
-    for (int i = 0; i < PROMPT_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) x[i] = load_activation(p.x + m * p.x_stride + 32 * (first + i) + 8 * t);
-    }
-    const float rstd = NORM ? row_rstd<8>(p, m, t) : 0.0f;
-    const int group = m / PROMPT_COLUMNS, column = m % PROMPT_COLUMNS;
-    uint32_t* const to = reinterpret_cast<uint32_t*>(given.x_ordered) + int64_t(group) * chunks * (PROMPT_X_CHUNK / 4) +
-                         column / 8 * 128 + column % 8 * 4 + t;
-#pragma unroll
-    for (int i = 0; i < PROMPT_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) {
-            const uint4 v = NORM ? normed(x[i], rstd, scale[i]) : x[i];
-            uint32_t* const at = to + int64_t(first + i) * (PROMPT_X_CHUNK / 4);
-            at[0] = v.x;
-            at[32] = v.y;
-            at[64] = v.z;
-            at[96] = v.w;
-        }
-    }
+    const int chunks = given.common.K / 32;
+    const auto place = [&](int m, int t) {
+        const int group = m / PROMPT_COLUMNS, column = m % PROMPT_COLUMNS;
+        return reinterpret_cast<uint32_t*>(given.x_ordered) + int64_t(group) * chunks * (PROMPT_X_CHUNK / 4) +
+               column / 8 * 128 + column % 8 * 4 + t;
+    };
+    order_rows<NORM>(given.common, place, [&](uint32_t* to, int chunk, const uint4& v) {
+        store_for_wgmma(to + int64_t(chunk) * (PROMPT_X_CHUNK / 4), v);
+    });
 }
 
 // A part's chunk: this warp's tile by the columns of x that `x` names. Runs on.

@@ -10,10 +10,10 @@ import torch
 from slipstream.kernels import driver
 from slipstream.kernels.cuda import build
 from slipstream.kernels.cuda.launch import BARRIER_BYTES, Epilogue, Override, Params, norms, split_k
+from slipstream.kernels.cuda.wide_launch import ORDER_CHUNKS, ORDER_WARPS
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 COLUMNS, TILES, THREADS = 128, 8, 384  # rows of x and tiles of weight rows that a CTA takes; as in prompt_gemm.cuh
-ORDER_WARPS, ORDER_CHUNKS = 4, 4
 SLOTS = 7  # of the ring
 SLOT_BYTES = 2 * (1024 * TILES + 64 * COLUMNS)
 SHARED_BYTES = BARRIER_BYTES + SLOTS * SLOT_BYTES

@@ -5,9 +5,7 @@
 // rows, the rows of x as columns; lane 4 g + t reads k 8 t .. 8 t + 7 of a chunk of 32 of row g, of both. The cut hangs on
 // the shape alone, sums of warps and CTAs are added in their order. The CTA that ends last does the rest: a warp a row.
 #pragma once
-#include <epilogue.cuh>
-
-#include <cmath>
+#include <expert_groups.cuh>
 
 namespace slipstream {
 
@@ -51,13 +49,6 @@ struct RouteParams {
 constexpr int ROUTE_THREADS = 256, ROUTE_DEPTH = 4;
 constexpr int LANE_EXPERTS = 16;  // E is at most 32 times that
 
-// A key whose order is that of floats; 0 is below all.
-__device__ inline uint32_t order_key(float v) {
-    const uint32_t bits = float_to_bits(v);
-    const uint32_t key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return key ? key : 1u;
-}
-
 // The largest of the keys of a warp, lane l holding those of experts l + 32 i: its expert, the lowest of equals.
 __device__ inline int take_best(uint32_t (&keys)[LANE_EXPERTS], int lane, int per_lane) {
     uint32_t best = 0, id = 0xffffffffu;
@@ -75,35 +66,6 @@ __device__ inline int take_best(uint32_t (&keys)[LANE_EXPERTS], int lane, int pe
         if (chosen == uint32_t(lane + 32 * i)) keys[i] = 0;
     }
     return int(chosen);
-}
-
-// Keys of experts outside the groups that score highest by their two best are made 0. scores: of a row, with bias.
-__device__ inline void keep_groups(const RouteParams& p, const float* scores, uint32_t (&keys)[LANE_EXPERTS], int lane) {
-    const int size = p.E / p.groups;
-    float first = -INFINITY, second = -INFINITY;  // lane g: of group g
-    if (lane < p.groups) {
-        for (int e = lane * size; e < (lane + 1) * size; ++e) {
-            const float v = scores[e];
-            if (v > first) {
-                second = first;
-                first = v;
-            } else if (v > second) {
-                second = v;
-            }
-        }
-    }
-    uint32_t mine = lane < p.groups ? order_key(size > 1 ? first + second : first) : 0u, kept = 0;
-    for (int i = 0; i < p.groups_kept; ++i) {
-        const uint32_t most = reduce_max(mine);
-        const uint32_t group = reduce_min(mine == most ? uint32_t(lane) : 0xffffffffu);
-        kept |= 1u << group;
-        if (uint32_t(lane) == group) mine = 0;
-    }
-#pragma unroll
-    for (int i = 0; i < LANE_EXPERTS; ++i) {
-        const int e = lane + 32 * i;
-        if (e < p.E && !(kept >> (e / size) & 1u)) keys[i] = 0;
-    }
 }
 
 // Logits of 8 rows from m0 on, by ROUTE_THREADS threads: the parts' sums, added in their order. to: [8, 2 E], rows first.

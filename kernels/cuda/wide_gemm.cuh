@@ -11,6 +11,7 @@
 // (split = 1) one after the other, so that a unit can be high; the sums of pairs are added in order.
 #pragma once
 #include <bulk_gemm.cuh>
+#include <order_rows.cuh>
 
 namespace slipstream {
 
@@ -21,35 +22,16 @@ struct WideParams {
     int32_t parts, split, columns;
 };
 
-constexpr int ORDER_WARPS = 4, ORDER_CHUNKS = 4;  // of a CTA, and of each of its warps
-
-// A CTA takes 8 rows and ORDER_WARPS * ORDER_CHUNKS chunks.
 template <bool NORM>
 __device__ inline void order_x(const WideParams& given) {
-    const Params& p = given.common;
-    pdl_launch_dependents();  // the product, which fetches weights meanwhile
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = (p.M + 7) / 8;
-    const int slice = blockIdx.x / blocks, m = 8 * (blockIdx.x - slice * blocks) + g;
-    const int first = (slice * ORDER_WARPS + threadIdx.x / 32) * ORDER_CHUNKS;
-    uint4 scale[ORDER_CHUNKS] = {}, x[ORDER_CHUNKS] = {};
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (NORM && first + i < chunks) scale[i] = load_activation(p.norm_weight + 32 * (first + i) + 8 * t);
-    }
-    pdl_wait();  // nothing above reads what another kernel writes
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) x[i] = load_activation(p.x + m * p.x_stride + 32 * (first + i) + 8 * t);
-    }
-    const float rstd = NORM ? row_rstd<8>(p, m, t) : 0.0f;
-    const int group = m / given.columns;
-    bf16* const to = given.x_ordered + (int64_t(group) * chunks * given.columns + m - group * given.columns) * 32 + 8 * t;
-#pragma unroll
-    for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) {
-            store_16(to + int64_t(first + i) * given.columns * 32, NORM ? normed(x[i], rstd, scale[i]) : x[i]);
-        }
-    }
+    const int chunks = given.common.K / 32;
+    const auto place = [&](int m, int t) {
+        const int group = m / given.columns;
+        return given.x_ordered + (int64_t(group) * chunks * given.columns + m - group * given.columns) * 32 + 8 * t;
+    };
+    order_rows<NORM>(given.common, place, [&](bf16* to, int chunk, const uint4& v) {
+        store_16(to + int64_t(chunk) * given.columns * 32, v);
+    });
 }
 
 // The slots of a CTA in order: of each unit its pairs of parts, `split` at a time, and of these their chunks.

@@ -13,7 +13,7 @@ from slipstream.kernels.cuda.launch import BARRIER_BYTES, IN_L2, MAX_SLOTS, Epil
 from slipstream.kernels.gpu.launch import capability, launched, pdl_enabled
 
 MAX_WARPS = 8  # that sum
-ORDER_WARPS, ORDER_CHUNKS = 4, 4  # as in wide_gemm.cuh
+ORDER_WARPS, ORDER_CHUNKS = 4, 4  # as in order_rows.cuh
 MIN_SLOTS = 2
 FROM_ROWS = 9  # of x; up to 8 take bulk_gemm.cuh
 

@@ -5,6 +5,7 @@ tests/conftest.py asks for the interpreter before anything imports triton; inter
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +29,20 @@ def _repaired_interpreter(load_test_module: Callable[[Path], ModuleType]) -> Non
 def kernel_device() -> str:
     """Where a test of kernels/gpu puts its tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def cuda_on_cpu(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
+    """The emulated GPU of the CUDA C++ kernels (cuda_on_cpu/emulator.py); it needs g++."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    return load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
+
+
+@pytest.fixture(scope="session")
+def products(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
+    """Cases of the skinny kernels' tests, for kernels that must have their bits."""
+    return load_test_module(Path(__file__).with_name("test_cuda_skinny_gemm.py"))
 
 
 @pytest.fixture(scope="session")

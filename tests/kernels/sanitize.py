@@ -52,7 +52,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "experts": (
         (
             f"{KERNELS}test_cuda_experts.py::test_gpu_products_are_within_the_bound",
-            f"{KERNELS}test_cuda_experts.py::test_gpu_the_router_is_the_twins",
+            f"{KERNELS}test_cuda_route.py::test_gpu_the_router_is_the_twins",
         ),
         TOOLS,
     ),

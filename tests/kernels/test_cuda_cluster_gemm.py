@@ -1,8 +1,6 @@
 """The CUDA C++ products that divide K over a cluster give the bits of those for few rows: emulated, or on a GPU."""
 
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,18 +14,18 @@ from slipstream.kernels.cuda.launch import Epilogue, Override, Params
 from slipstream.kernels.cuda.wide_launch import Device
 from slipstream.kernels.norm_qkv import Heads
 
-Load = Callable[[Path], ModuleType]
 CASES = [("store", False), ("store", True), ("add", False), ("gate_up", True), ("qkv", False), ("qkv", True)]
 EPILOGUES = {"store": Epilogue.STORE, "add": Epilogue.ADD, "gate_up": Epilogue.GATE_UP, "qkv": Epilogue.QKV}
 OLD = Override(wide=False, prompt=False)
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Load, run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, module.compile_all(run_dir), module.compile_cluster(run_dir, Epilogue.ADD, Epilogue.GATE_UP)
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return (
+        cuda_on_cpu,
+        cuda_on_cpu.compile_all(run_dir),
+        cuda_on_cpu.compile_cluster(run_dir, Epilogue.ADD, Epilogue.GATE_UP),
+    )
 
 
 @pytest.fixture
@@ -38,12 +36,6 @@ def emulator(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = module.ClusterEmulator(cluster)
     made.install(monkeypatch)
     return made
-
-
-@pytest.fixture(scope="module")
-def products(load_test_module: Load) -> ModuleType:
-    """Cases of the other kernels' tests."""
-    return load_test_module(Path(__file__).with_name("test_cuda_skinny_gemm.py"))
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

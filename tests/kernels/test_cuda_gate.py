@@ -1,7 +1,5 @@
 """The two kernels in front of routed experts: on an emulated GPU; with the marker gpu on a card."""
 
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -20,11 +18,8 @@ from slipstream.kernels.stream import Norm, Stream
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, module.compile_front(run_dir)
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return cuda_on_cpu, cuda_on_cpu.compile_front(run_dir)
 
 
 @pytest.fixture

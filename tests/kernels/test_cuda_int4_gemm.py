@@ -2,7 +2,6 @@
 
 import functools
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -32,11 +31,8 @@ KERNEL = {name: getattr(skinny_gemm, name) for name in TWIN}
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, {group: module.compile_int4(run_dir, group) for group in (32, 128)}
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return cuda_on_cpu, {group: cuda_on_cpu.compile_int4(run_dir, group) for group in (32, 128)}
 
 
 @pytest.fixture

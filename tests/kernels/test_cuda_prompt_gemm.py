@@ -1,8 +1,6 @@
 """The CUDA C++ products of prompts by wgmma give the bits of those for few: on an emulated GPU, or on a real one."""
 
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,7 +13,6 @@ from slipstream.kernels.cuda.launch import Epilogue, Override, Params
 from slipstream.kernels.cuda.prompt_launch import Device, Sharing
 from slipstream.kernels.norm_qkv import Heads
 
-Load = Callable[[Path], ModuleType]
 CASES = [("store", False), ("store", True), ("add", False), ("gate_up", True), ("qkv", False), ("qkv", True)]
 EPILOGUES = {"store": Epilogue.STORE, "add": Epilogue.ADD, "gate_up": Epilogue.GATE_UP, "qkv": Epilogue.QKV}
 OLD = Override(wide=False, prompt=False)
@@ -24,11 +21,8 @@ CARD = Device(True, lambda size: 132 // size)
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Load, run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, module.compile_all(run_dir), module.compile_prompt(run_dir)
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return cuda_on_cpu, cuda_on_cpu.compile_all(run_dir), cuda_on_cpu.compile_prompt(run_dir)
 
 
 @pytest.fixture
@@ -41,18 +35,13 @@ def emulator(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-@pytest.fixture(scope="module")
-def products(load_test_module: Load) -> ModuleType:
-    """Cases of the other kernels' tests."""
-    return load_test_module(Path(__file__).with_name("test_cuda_skinny_gemm.py"))
-
-
 def test_the_source_has_the_same_sizes() -> None:
     source = (Path(launch.__file__).parent / "prompt_gemm.cuh").read_text()
     pattern = r"constexpr int PROMPT_COLUMNS = (\d+), PROMPT_TILES = (\d+), PROMPT_THREADS = (\d+);"
     (line,) = re.findall(pattern, source)
     assert tuple(map(int, line)) == (prompt_launch.COLUMNS, prompt_launch.TILES, prompt_launch.THREADS)
-    (line,) = re.findall(r"constexpr int PROMPT_WARPS = (\d+), PROMPT_CHUNKS = (\d+);", source)
+    source = (Path(launch.__file__).parent / "order_rows.cuh").read_text()
+    (line,) = re.findall(r"constexpr int ORDER_WARPS = (\d+), ORDER_CHUNKS = (\d+);", source)
     assert tuple(map(int, line)) == (prompt_launch.ORDER_WARPS, prompt_launch.ORDER_CHUNKS)
     assert prompt_launch.SHARED_BYTES <= 227 << 10
     assert prompt_launch.THREADS * 168 <= 65536

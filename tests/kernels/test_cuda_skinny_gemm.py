@@ -3,7 +3,6 @@
 import copy
 import functools
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -27,11 +26,8 @@ BULK_BYTES = 84 << 10  # of a CTA on the emulated card
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Callable[[Path], ModuleType], run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, module.compile_all(run_dir)
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return cuda_on_cpu, cuda_on_cpu.compile_all(run_dir)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 import math
 import re
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,18 +14,14 @@ from slipstream.kernels.cuda.launch import Epilogue, Override
 from slipstream.kernels.cuda.wide_launch import ROWS_16, ROWS_32, ROWS_64, ROWS_128, Cut, Device, Variant
 from slipstream.kernels.norm_qkv import Heads
 
-Load = Callable[[Path], ModuleType]
 CASES = [("store", False), ("store", True), ("add", False), ("gate_up", True), ("qkv", False), ("qkv", True)]
 EPILOGUES = {"store": Epilogue.STORE, "add": Epilogue.ADD, "gate_up": Epilogue.GATE_UP, "qkv": Epilogue.QKV}
 OLD = Override(wide=False)
 
 
 @pytest.fixture(scope="module")
-def libraries(load_test_module: Load, run_dir: Path) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    module = load_test_module(Path(__file__).parent / "cuda_on_cpu" / "emulator.py")
-    return module, module.compile_all(run_dir), module.compile_wide(run_dir)
+def libraries(cuda_on_cpu: ModuleType, run_dir: Path) -> Any:
+    return cuda_on_cpu, cuda_on_cpu.compile_all(run_dir), cuda_on_cpu.compile_wide(run_dir)
 
 
 @pytest.fixture
@@ -38,12 +32,6 @@ def emulator(libraries: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made = module.WideEmulator(wide)
     made.install(monkeypatch)
     return made
-
-
-@pytest.fixture(scope="module")
-def products(load_test_module: Load) -> ModuleType:
-    """Cases of the other kernels' tests."""
-    return load_test_module(Path(__file__).with_name("test_cuda_skinny_gemm.py"))
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
