@@ -95,6 +95,37 @@ def _compile(directory: Path, source: str, params: str, *defines: str) -> ctypes
     return ctypes.CDLL(str(target))
 
 
+def _run(
+    library: Any,
+    name: str,
+    launch: tuple[int, int, int, int],
+    params: ctypes.Structure,
+    ranges: list[int],
+    reads: Any,
+    flows: Any,
+) -> int:
+    """Runs a kernel. Returns its faults.
+
+    Args:
+        launch: CTAs, threads of each, CTAs of a cluster, bytes of shared memory.
+        ranges: where each activation begins and ends.
+        reads: counts of each 16 bytes of the weight, filled.
+        flows: three numbers a CTA, filled.
+    """
+    return int(
+        library.run(
+            ctypes.cast(getattr(library, name), ctypes.c_void_p),
+            *launch,
+            ctypes.byref(params),
+            ctypes.c_long(reads.size * 16),
+            reads.ctypes.data_as(ctypes.c_void_p),
+            (ctypes.c_void_p * len(ranges))(*ranges),
+            len(ranges) // 2,
+            flows.ctypes.data_as(ctypes.c_void_p),
+        )
+    )
+
+
 class Emulator:
     """Takes the place of the loaded modules; remembers how the last launch went."""
 
@@ -144,19 +175,7 @@ class Emulator:
         if common.norm_weight:
             ranges += [common.norm_weight, common.norm_weight + 2 * common.K]
         ranges += scales
-        self.faults = library.run(
-            ctypes.cast(getattr(library, name), ctypes.c_void_p),
-            grid,
-            threads,
-            cluster,
-            shared_bytes,
-            ctypes.byref(params),
-            ctypes.c_long(reads.size * 16),
-            reads.ctypes.data_as(ctypes.c_void_p),
-            (ctypes.c_void_p * len(ranges))(*ranges),
-            len(ranges) // 2,
-            flows.ctypes.data_as(ctypes.c_void_p),
-        )
+        self.faults = _run(library, name, (grid, threads, cluster, shared_bytes), params, ranges, reads, flows)
         self.reads, self.flows = reads, flows
         self.names.append(name)
         self.shared.append(shared_bytes)
@@ -287,19 +306,7 @@ class ExpertEmulator:
                 reads = np.zeros((weight_bytes + down_bytes) // 16, dtype=np.uint32)
             else:
                 ranges += [params.down, params.down + down_bytes]
-        faults = library.run(
-            ctypes.cast(getattr(library, name), ctypes.c_void_p),
-            grid,
-            threads,
-            cluster,
-            shared_bytes,
-            ctypes.byref(params),
-            ctypes.c_long(reads.size * 16),
-            reads.ctypes.data_as(ctypes.c_void_p),
-            (ctypes.c_void_p * len(ranges))(*ranges),
-            len(ranges) // 2,
-            flows.ctypes.data_as(ctypes.c_void_p),
-        )
+        faults = _run(library, name, (grid, threads, cluster, shared_bytes), params, ranges, reads, flows)
         self.faults += faults
         self.reads[name.split("_")[1]] = reads
         self.names.append(name)
@@ -321,19 +328,7 @@ class ExpertEmulator:
             size = -(-params.N // 32) * 2 * params.chunks * 1024
             ranges = [params.x or 0, (params.x or 0) + 64 * params.M * params.chunks]
         reads, flows = np.zeros(max(1, size // 16), dtype=np.uint32), np.zeros((grid, 3), dtype=np.int64)
-        self.faults += library.run(
-            ctypes.cast(getattr(library, name), ctypes.c_void_p),
-            grid,
-            threads,
-            cluster,
-            shared_bytes,
-            ctypes.byref(params),
-            ctypes.c_long(reads.size * 16),
-            reads.ctypes.data_as(ctypes.c_void_p),
-            (ctypes.c_void_p * len(ranges))(*ranges),
-            len(ranges) // 2,
-            flows.ctypes.data_as(ctypes.c_void_p),
-        )
+        self.faults += _run(library, name, (grid, threads, cluster, shared_bytes), params, ranges, reads, flows)
         self.reads[kind] = reads
         self.names.append(name)
 
