@@ -143,6 +143,7 @@ class _Workspace:
         self.counters = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[torch.Tensor] = []
 
+    @torch.inference_mode(False)  # they outlive the step that first needs them: plain tensors serve steps of any mode
     def reserve(self, partials: int, counters: int) -> None:
         """At least so many fp32 partials and counters, which are 0."""
         if partials <= self.partials.numel() and counters <= self.counters.numel():

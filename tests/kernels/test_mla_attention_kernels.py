@@ -105,6 +105,14 @@ def test_partials_stay_in_their_room(kernel_device: str, latent: ModuleType) -> 
     assert (workspace.partials[need:] == 77).all()
 
 
+def test_a_workspace_that_grew_in_an_inference_step_serves_any_step(kernel_device: str) -> None:
+    workspace = gpu.workspace_of(torch.device(kernel_device))
+    with torch.inference_mode():
+        workspace.reserve(workspace.partials.numel() + 8, workspace.counters.numel() + 8)
+    workspace.partials.fill_(77)
+    workspace.counters.zero_()
+
+
 def expanded(case: Any, q: torch.Tensor, positions: torch.Tensor, expand: torch.Tensor, nope: int) -> torch.Tensor:
     """[B, R, H, v]: plain attention over keys and values of every head, in fp64."""
     parts = expand.double().unflatten(0, (q.shape[2], -1))  # [H, nope + v, rank]
