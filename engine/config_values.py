@@ -17,6 +17,17 @@ _ROPE_NUMBERS = (
     "mscale_all_dim",
     "attention_factor",
 )
+# What else angles are made of (layers/rotary.py), or model_config.py reads; `finetuned` says how weights came about.
+_ROPE_KEYS = (
+    *_ROPE_NUMBERS,
+    "type",
+    "rope_type",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "truncate",
+    "partial_rotary_factor",
+    "finetuned",
+)
 
 
 def is_int(value: Any) -> bool:
@@ -32,11 +43,18 @@ def check_rope_values(path: Path, key: str, rope: Any) -> None:
         key: `rope_scaling` or `rope_parameters`.
         rope: its value.
 
-    Raises SlipstreamError for one that no angle can be made of.
+    Raises SlipstreamError for one that no angle can be made of, and for a key that is set and not known.
     """
     if not isinstance(rope, dict | None):
         raise wrong(path, key, rope, "an object or null")
     found: Mapping[str, Any] = {name: value for name, value in (rope or {}).items() if value is not None}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            raise unsupported(path, f"a rope of its own for {name}", value, "one for all layers")
+        if value and name not in _ROPE_KEYS:
+            raise unknown(path, f"{key}.{name}", value)
+    if not isinstance(found.get("truncate", True), bool):
+        raise wrong(path, f"{key}.truncate", found["truncate"], "true or false")
     for name in ("type", "rope_type"):
         if not isinstance(found.get(name, ""), str):
             raise wrong(path, f"{key}.{name}", found[name], "a name")
@@ -47,6 +65,15 @@ def check_rope_values(path: Path, key: str, rope: Any) -> None:
     name = "original_max_position_embeddings"
     if name in found and not (is_int(found[name]) and found[name] > 0):
         raise wrong(path, f"{key}.{name}", found[name], "an integer above 0")
+
+
+def unknown(path: Path, key: str, value: Any) -> SlipstreamError:
+    """For a key that is set and that nothing here reads."""
+    return SlipstreamError(
+        f"{path} says {key} = {value!r}",
+        expected="no key that this engine does not know: it might change what the model answers",
+        do="use a target without it, or an engine that knows it",
+    )
 
 
 def unsupported(path: Path, key: str, value: Any, known: Any) -> SlipstreamError:

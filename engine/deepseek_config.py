@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.engine.config_values import is_int, unsupported, wrong
+from slipstream.engine.config_values import is_int, unknown, unsupported, wrong
 from slipstream.engine.errors import SlipstreamError
 
 WRAPPER = "KimiK25ForConditionalGeneration"  # its language model is under `text_config`
@@ -73,6 +73,18 @@ _IDLE_KEYS = """
     no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values
 """
 _IDLE = frozenset(_IDLE_KEYS.split())
+# Of the wrapper, for either part of the model.
+_SHARED = ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+# Of the wrapper, for its vision, which is not run, or for training.
+_VISION = (
+    "vision_config",
+    "media_placeholder_token_id",
+    "use_unified_vision_chunk",
+    "video_placeholder",
+    "ignore_index",
+    "encoder_only",
+    "language_only",
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +141,8 @@ class Experts:
 def language_part(path: Path, raw: Mapping[str, Any], architecture: str) -> Mapping[str, Any]:
     """The values of the language model: `raw` itself, or its `text_config` with what the wrapper says for it.
 
-    Raises SlipstreamError for a wrapper without one, of another type, or that contradicts it.
+    Raises SlipstreamError for a wrapper without one, of another type, or that contradicts it; and for a key of the
+    wrapper that is set and not known.
     """
     if architecture != WRAPPER:
         return raw
@@ -140,10 +153,17 @@ def language_part(path: Path, raw: Mapping[str, Any], architecture: str) -> Mapp
         raise unsupported(path, "text_config.model_type", text.get("model_type"), _TEXT_TYPES[-1])
     merged = dict(text)
     # Published files have these in either place, or in both.
-    for key in ("quantization_config", "tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id"):
-        outer = raw.get(key)
-        if outer is not None and merged.setdefault(key, outer) != outer:
-            raise wrong(path, key, outer, f"what its text_config says, {merged[key]!r}")
+    for key in _SHARED:
+        if raw.get(key) is not None:
+            merged.setdefault(key, raw[key])
+    own = ("text_config", "architectures", "model_type", *_VISION, *_IDLE)
+    for key, value in raw.items():
+        if (not value and key not in merged) or value is None or key in own:
+            continue
+        if key not in merged:
+            raise unknown(path, key, value)
+        if merged[key] != value:
+            raise wrong(path, key, value, f"what its text_config says, {merged[key]!r}")
     return merged
 
 
@@ -168,13 +188,9 @@ def read_deepseek(path: Path, raw: Mapping[str, Any], rope: Mapping[str, Any] | 
     for key, known in _ASSUMED.items():
         if key in raw and raw[key] not in known:
             raise unsupported(path, key, raw[key], known[0])
-    unknown = [key for key, value in raw.items() if value and key not in _READ and key not in _IDLE]
-    if unknown:
-        raise SlipstreamError(
-            f"{path} says {unknown[0]} = {raw[unknown[0]]!r}",
-            expected="no key that this engine does not know: it might change what the model answers",
-            do="use a target without it, or an engine that knows it",
-        )
+    for key, value in raw.items():
+        if value and key not in _READ and key not in _IDLE:
+            raise unknown(path, key, value)
     _check(path, raw)
     _check_rope(path, rope or {})
     experts = Experts(

@@ -11,7 +11,7 @@ from slipstream.engine.deepseek_config import DEEPSEEK_ARCHITECTURES
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.expert_kernels import prepare_expert_kernels
 from slipstream.engine.layers.linear import unallocated
-from slipstream.engine.layers.quantized import quantise
+from slipstream.engine.layers.quantized import check_scales, quantise
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.models.deepseek import DeepseekModel
@@ -58,6 +58,8 @@ def load_target(
             expected=f"one of {', '.join(_MODELS)}",
             do="use a target of a known architecture",
         )
+    names, files = CheckpointNames.of(config), tensor_files(directory)
+    _check_counts(directory / "config.json", config, names, files)
     prepare_expert_kernels(config, dtype, device)
     int4, streamed = config.quantization, config.experts is not None
     with (
@@ -66,19 +68,41 @@ def load_target(
         unallocated() if int4 or streamed else nullcontext(),
     ):
         model = _MODELS[config.architecture](config, dtype, parallel)
-    names = CheckpointNames.of(config)
     if isinstance(model, DeepseekModel):
-        load_streamed(model, tensor_files(directory), names, int4, device, progress)
+        load_streamed(model, files, names, int4, device, progress)
     else:
         readers = quantise(model, int4, device, names.name) if int4 else []
         shards = {names.name(name): shard for name, shard in parameter_shards(model).items()}
         for reader in readers:
             shards |= reader.shards()
-        load_tensors(tensor_files(directory), shards, alias=_tied_head(config), derived=_DERIVED)
+        load_tensors(files, shards, alias=_tied_head(config), derived=_DERIVED)
+        check_scales(readers)
         while readers:  # one after the other: each frees what it read
             readers.pop().finish()
     pack_for_device(model, device)
     return model.requires_grad_(False).eval()
+
+
+def _check_counts(path: Path, config: ModelConfig, names: CheckpointNames, files: Mapping[str, list[str]]) -> None:
+    """Raises SlipstreamError where `config` (of `path`) has more layers or experts than the files.
+
+    Before they are made: even without memory for its weights, each costs time and memory.
+    """
+    numbered = re.compile(rf"{re.escape(names.prefix)}model\.layers\.(\d+)\.(?:mlp\.experts\.(\d+)\.)?")
+    found = [match for held in files.values() for name in held if (match := numbered.match(name))]
+    layers = max((int(match[1]) + 1 for match in found), default=0)
+    experts = max((int(match[2]) + 1 for match in found if match[2]), default=0)
+    asked = {"num_hidden_layers": (config.num_layers, layers)}
+    if config.experts is not None:
+        asked["n_routed_experts"] = config.experts.num, experts
+    for key, (told, held) in asked.items():
+        if told > held:
+            raise SlipstreamError(
+                f"{path} says {key} = {told}, the files have tensors of {held}",
+                expected="every tensor used, every parameter loaded",
+                do="check that config.json belongs to these files, or copy the model directory again",
+                fault="F8",
+            )
 
 
 @contextmanager

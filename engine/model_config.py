@@ -205,9 +205,6 @@ def _rope(path: Path, raw: Mapping[str, Any]) -> dict[str, Any] | None:
     rope = rope or scaling
     if rope is None:
         return None
-    for key, value in rope.items():
-        if isinstance(value, dict):
-            raise unsupported(path, f"a rope of its own for {key}", value, "one for all layers")
     if rope.get("partial_rotary_factor") not in _ASSUMED["partial_rotary_factor"]:
         raise unsupported(path, "partial_rotary_factor", rope["partial_rotary_factor"], 1.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default":

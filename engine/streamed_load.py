@@ -18,11 +18,11 @@ from torch import nn
 from slipstream.engine.deepseek_config import WRAPPER
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.layers.latent_attention import PLAIN
-from slipstream.engine.layers.quantized import Reader, quantise
+from slipstream.engine.layers.quantized import Reader, check_scales, quantise, scales_fit
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.models.deepseek import DeepseekModel
 from slipstream.engine.quantization import Quantization
-from slipstream.engine.tensor_files import check_finite, differ, parameter_shards
+from slipstream.engine.tensor_files import all_true, are_finite, check_finite, differ, parameter_shards
 from slipstream.engine.tensor_parallel import Shard, TensorParallel
 from slipstream.kernels.all_gather import all_gather
 
@@ -116,9 +116,15 @@ class Unit:
             shards |= reader.shards()
         return shards
 
-    def plain(self) -> dict[str, torch.Tensor]:
-        """Checkpoint name -> a weight that is not INT4 (readers look at theirs themselves)."""
-        return {name: shard.view for name, shard in self._parameters().items()}
+    def check(self) -> None:
+        """Asks the device once whether every number that was read can be.
+
+        Raises SlipstreamError that names weights that are not finite, or a scale that cannot be.
+        """
+        plain = {name: shard.view for name, shard in self._parameters().items()}
+        if not all_true(are_finite(plain.values()) + scales_fit(self.readers)):
+            check_finite(plain)
+            check_scales(self.readers)
 
     def _parameters(self) -> dict[str, Shard]:
         paths = parameter_shards(self.module)
@@ -196,7 +202,7 @@ def load_streamed(
     for unit in units:
         ready = unit.on(device)
         done += _read(ready.shards(), places)
-        check_finite(ready.plain())
+        ready.check()
         ready.finish()
         now = time.perf_counter()
         if now - told > _SECONDS_BETWEEN_LINES:

@@ -15,6 +15,8 @@ GROUPS = (32, 128)
 # Rows and input features of the block that one 16-byte load a lane of a warp brings.
 BLOCK = 32
 _NIBBLES = 8  # of a 32-bit word
+_ZEROS = 0x88888888 - (1 << 32)  # a word of eight zeros
+_BYTES_AT_ONCE = 16 << 20  # of a stack that is put in order: a few launches a layer, and little memory beside it
 
 
 @dataclass(frozen=True)
@@ -92,21 +94,16 @@ def arrange(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4We
     Raises ValueError for shapes, dtypes or a group that do not belong together.
     """
     check(packed, scale)
-    num_rows, features = packed.shape[0], packed.shape[1] * _NIBBLES
+    num_rows = packed.shape[0]
     if half % 16 or (half != 16 and num_rows % (2 * half)):
         raise ValueError(f"{num_rows} rows, half {half}: expected a multiple of 16, and rows a multiple of twice that")
     missing = -num_rows % BLOCK
-    nibbles = F.pad((unpack(packed) + 8).to(torch.uint8), (0, 0, 0, missing), value=8)
-    blocks, chunks = nibbles.shape[0] // BLOCK, features // BLOCK
-    nibbles = _to_blocks(nibbles, half).view(blocks, 4, 8, chunks, 16, 2)  # [b, i, g, c, j, e]
-    nibbles = nibbles.permute(0, 3, 2, 4, 5, 1).flatten(4)  # -> [b, c, g, j, (e i)]
-    words = _join(nibbles.unbind(-1))
-    scales = _to_blocks(F.pad(scale, (0, 0, 0, missing)), half).view(blocks, 4, 8, scale.shape[1])
-    return Int4Weight(words, scales.permute(0, 3, 2, 1).contiguous(), num_rows, half)  # [b, i, g, c] -> [b, c, g, i]
+    words = _words(F.pad(packed, (0, 0, 0, missing), value=_ZEROS), half)
+    return Int4Weight(words, _scales(F.pad(scale, (0, 0, 0, missing)), half), num_rows, half)
 
 
 def arrange_stack(packed: torch.Tensor, scale: torch.Tensor, count: int, half: int = 16) -> Int4Weight:
-    """`arrange` for `count` weights of equal shape below each other, one at a time, in the memory of the arguments.
+    """`arrange` for `count` weights of equal shape below each other, some at a time, in the memory of the arguments.
 
     Args:
         packed: [count * N, K / 8] int32, contiguous; overwritten. N a multiple of 32.
@@ -122,11 +119,38 @@ def arrange_stack(packed: torch.Tensor, scale: torch.Tensor, count: int, half: i
         raise ValueError(
             f"{packed.shape[0]} rows of {count} weights, half {half}: expected whole blocks of {BLOCK} rows each"
         )
-    for words, scales in zip(packed.split(num_rows), scale.split(num_rows), strict=True):
-        weight = arrange(words, scales, half)
-        words.copy_(weight.words.view(words.shape))
-        scales.copy_(weight.scales.view(scales.shape))
+    # Two weights in order below each other are the order of both: no row leaves its 2 half rows.
+    at_once = num_rows * max(1, _BYTES_AT_ONCE // max(1, num_rows * packed.shape[1] * 4))
+    for words, scales in zip(packed.split(at_once), scale.split(at_once), strict=True):
+        words.copy_(_words(words, half).view(words.shape))
+        scales.copy_(_scales(scales, half).view(scales.shape))
     return arranged(packed, scale, half)
+
+
+def _words(packed: torch.Tensor, half: int) -> torch.Tensor:
+    """The words of `Int4Weight` of [N, K / 8] int32, N a multiple of 2 half: [N / 32, K / 32, 8, 16], in new memory.
+
+    A byte on disk holds e = 0 and e = 1 of one j; a byte of a word holds i and i + 1 of one e. So nibbles change places
+    between two rows, 8 apart, and then whole bytes do.
+    """
+    # [N, K / 8] -> [segment, second half?, 16 rows, 8 rows (odd i?), g, c, byte = j]; i = 2 * second half + odd
+    segments, chunks = packed.shape[0] // (2 * half), packed.shape[1] // 4
+    rows = packed.contiguous().view(torch.uint8).view(segments, 2, half // 16, 2, 8, chunks, 16)
+    even, odd = rows.unbind(3)
+    words = torch.empty(segments, half // 16, chunks, 8, 16, 2, 2, dtype=torch.uint8, device=packed.device)
+    low, high = words.permute(5, 0, 6, 1, 3, 2, 4)  # [s, t, c, g, j, e, second] -> e, [s, second, t, g, c, j]
+    low.copy_(even & 0x0F | odd << 4)
+    high.copy_(even >> 4 | odd & 0xF0)
+    words = words.view(packed.shape[0] // BLOCK, chunks, 8, 64)  # [s, t, c, g, j, e, second] -> [b, c, g, bytes]
+    return words.view(torch.int32)  # [b, c, g, j]
+
+
+def _scales(scale: torch.Tensor, half: int) -> torch.Tensor:
+    """The scales of `Int4Weight` of [N, K / group], N a multiple of 2 half: [N / 32, K / group, 8, 4]."""
+    segments, groups = scale.shape[0] // (2 * half), scale.shape[1]
+    rows = scale.view(segments, 2, half // 16, 2, 8, groups)  # [s, second, t, odd, g, group]
+    rows = rows.permute(0, 2, 5, 4, 1, 3).contiguous()  # [s, t, group, g, second, odd]
+    return rows.view(scale.shape[0] // BLOCK, groups, 8, 4)  # [b, group, g, i]
 
 
 def arranged(packed: torch.Tensor, scale: torch.Tensor, half: int = 16) -> Int4Weight:
@@ -165,21 +189,14 @@ def _rows(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     return rows[: weight.num_rows], _from_blocks(scales, weight.half)[: weight.num_rows]
 
 
-def _to_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:
-    """Rows [N, ...] in the order of the blocks: 16, and the 16 that lie `half` behind them."""
-    segments = rows.shape[0] // (2 * half)
-    parts = rows.unflatten(0, (segments, 2, half // 16, 16))
-    return parts.transpose(1, 2).flatten(0, 3)  # [segments, half / 16, 2, 16, ...] -> [N, ...]
-
-
 def _from_blocks(rows: torch.Tensor, half: int) -> torch.Tensor:
-    """The inverse of `_to_blocks`."""
+    """Rows [N, ...] in the order of the blocks (16, and the 16 that lie `half` behind them) -> in their own."""
     segments = rows.shape[0] // (2 * half)
     return rows.unflatten(0, (segments, half // 16, 2, 16)).transpose(1, 2).flatten(0, 3)
 
 
 def check(packed: torch.Tensor, scale: torch.Tensor) -> None:
-    """Raises ValueError unless the two are one weight: shapes, dtypes, a known group, scales that are finite."""
+    """Raises ValueError unless the two are one weight: shapes, dtypes, a known group. No number is looked at."""
     if packed.dtype != torch.int32 or packed.dim() != 2:
         raise ValueError(f"packed weight is {packed.dtype} {list(packed.shape)}, expected int32 [N, K / 8]")
     if scale.dtype != torch.bfloat16 or scale.dim() != 2 or scale.shape[0] != packed.shape[0]:
@@ -191,8 +208,6 @@ def check(packed: torch.Tensor, scale: torch.Tensor) -> None:
         return  # of a rank that holds none
     if scale.shape[1] == 0 or features % scale.shape[1] or features // scale.shape[1] not in GROUPS:
         raise ValueError(f"{scale.shape[1]} scales a row of {features} features, expected groups of {GROUPS}")
-    if not bool(torch.isfinite(scale).all()):
-        raise ValueError(f"{int((~torch.isfinite(scale)).sum())} scales are not finite")
 
 
 def _join(nibbles: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -5,7 +5,8 @@ layers that the checkpoint stores as INT4; what they read instead follows from t
 reads its own rows or groups. Once read, `layer.weight` is an `Int4Weight`, which every op takes as it takes a tensor.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +18,13 @@ from slipstream.engine.layers.experts import PARTS, RoutedExperts
 from slipstream.engine.layers.linear import Linear, MergedColumnParallelLinear
 from slipstream.engine.layers.mlp import GatedMLP
 from slipstream.engine.quantization import Quantization
+from slipstream.engine.tensor_files import all_true
 from slipstream.engine.tensor_parallel import Shard
 from slipstream.kernels.expert_mlp import ExpertWeights
 from slipstream.kernels.int4 import arrange, arrange_stack
 
 _PER_WORD = 8
+_SCALE = ".weight_scale"
 
 
 @dataclass(frozen=True)
@@ -63,15 +66,16 @@ class Int4Reader:
             row = rows.stop
         return shards
 
+    def scales(self) -> list[torch.Tensor]:
+        """What `check_scales` looks at."""
+        return [self.scale]
+
     def finish(self) -> None:
         """Puts the weight into the layer, in the order of the kernels. Raises SlipstreamError for one that is none."""
         for name, part, shape in zip(self.names, self.parts, self.shapes.tolist(), strict=True):
             if shape != list(part.shape):
                 raise _unreadable(f"{name}.weight_shape is {shape}", f"{list(part.shape)}, as config.json says")
-        try:
-            self.layer.weight = arrange(self.packed, self.scale, self.half)
-        except ValueError as error:
-            raise _unreadable(f"{', '.join(self.names)}: {error}", "finite scales") from error
+        self.layer.weight = arrange(self.packed, self.scale, self.half)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Int4ExpertsReader:
                 shards |= _shards(name, dense, packed[rows], scale[rows], shape, self.group)
         return shards
 
+    def scales(self) -> list[torch.Tensor]:
+        """As `Int4Reader.scales`, of all experts together."""
+        return [self.gate_up[1], self.down[1]]
+
     def finish(self) -> None:
         """Puts the weights into the layer, as `Int4Reader.finish`."""
         whole = torch.tensor([list(self.parts[f"0.{part}.weight"].shape) for part in PARTS])  # [3, 2]
@@ -127,10 +135,6 @@ class Int4ExpertsReader:
             raise _unreadable(
                 f"{self.name}.{expert}.{PARTS[place]}.weight_shape is {found}", f"{expected}, as config.json says"
             )
-        if not bool(torch.isfinite(self.gate_up[1]).all() & torch.isfinite(self.down[1]).all()):
-            counts = {name: int((~torch.isfinite(shard.view)).sum()) for name, shard in self.shards().items()}
-            name = next(name for name, count in counts.items() if count)
-            raise _unreadable(f"{name}: {counts[name]} scales are not finite", "finite scales")
         width, num = self.layer.cut.size, self.layer.num
         try:
             gate_up, down = arrange_stack(*self.gate_up, num, width), arrange_stack(*self.down, num)
@@ -140,6 +144,26 @@ class Int4ExpertsReader:
 
 
 Reader = Int4Reader | Int4ExpertsReader
+
+
+def scales_fit(readers: Iterable[Reader]) -> list[torch.Tensor]:
+    """Of each reader's scales, whether all are finite and none is negative: [] bool, on its device.
+
+    The format is symmetric: integers have both signs, and what was largest in a group is the scale. -0.0 is 0.
+    """
+    ends = [scale.aminmax() for reader in readers for scale in reader.scales() if scale.numel()]
+    return [(end.min >= 0) & (end.max < math.inf) for end in ends]  # a NaN is both ends
+
+
+def check_scales(readers: Sequence[Reader]) -> None:
+    """Raises SlipstreamError that names the first weight with a scale that cannot be. Asks the device once."""
+    if all_true(scales_fit(readers)):
+        return
+    for reader in readers:
+        for name, shard in reader.shards().items():
+            for wrong, what in ((~shard.view.isfinite(), "not finite"), (shard.view < 0, "negative")):
+                if name.endswith(_SCALE) and bool(wrong.any()):
+                    raise _unreadable(f"{name}: {int(wrong.sum())} scales are {what}", "finite scales of 0 or more")
 
 
 def quantise(
@@ -235,7 +259,7 @@ def _shards(
     """Of one weight: checkpoint name -> where it goes. `part`: the shard of the dense weight."""
     return {
         f"{name}.weight_packed": _narrowed(part, packed, _PER_WORD),
-        f"{name}.weight_scale": _narrowed(part, scale, group),
+        f"{name}{_SCALE}": _narrowed(part, scale, group),
         f"{name}.weight_shape": Shard(shape, shape.shape, dtypes=(torch.int64, torch.int32)),
     }
 

@@ -93,6 +93,8 @@ def test_without_mscale_all_dim_the_scale_is_plain(write):
             {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": "16"}},
             "rope_scaling.original_max_position_embeddings = '16'",
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "attn_factor": 2.0}}, "rope_scaling.attn_factor = 2.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 0}}, "rope_scaling.truncate = 0"),
         ({"routed_scaling_factor": float("nan")}, "routed_scaling_factor = nan"),
         ({"num_mtp_layers": "1"}, "num_mtp_layers = '1'"),
         ({"model_type": "deepseek_v2"}, "text_config.model_type = 'deepseek_v2'"),
@@ -115,6 +117,27 @@ def test_keys_without_consequence_are_passed_over(write):
 def test_a_wrapper_that_contradicts_its_language_model(write):
     assert "eos_token_id = 5" in refused(write(outer={"eos_token_id": 5}))
     assert "text_config = None" in refused(write(outer={"text_config": None}))
+    assert "hidden_size = 4096" in refused(write(outer={"hidden_size": 4096}))
+    assert ModelConfig.from_dir(write(outer={"hidden_size": 7168})).hidden_size == 7168  # said twice, alike
+
+
+def test_the_wrappers_own_keys_are_known_and_others_named(write):
+    """As vLLM's class of the wrapper has them, and as its config.json is published."""
+    known = {
+        "auto_map": {"AutoConfig": "configuration_kimi_k25.KimiK25Config"},
+        "bos_token_id": 1,
+        "eos_token_id": 163585,
+        "dtype": "bfloat16",
+        "ignore_index": -100,
+        "pad_token_id": 163839,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "transformers_version": "4.57.1",
+    }
+    assert ModelConfig.from_dir(write(outer={**known, "unknown_switch": False, "other": None})).num_layers == 61
+    message = refused(write(outer={**known, "logit_softcap": 30.0}))
+    assert "says logit_softcap = 30.0" in message
+    assert "no key that this engine does not know" in message
 
 
 def test_the_quantization_may_stand_in_the_wrapper(write):

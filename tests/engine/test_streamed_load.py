@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from slipstream.engine import streamed_load
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.loader import load_target
+from slipstream.engine.models.deepseek import DeepseekModel
+from slipstream.engine.tensor_files import all_true
 from slipstream.engine.tensor_parallel import TensorParallel
 from slipstream.kernels.int4 import dequantise
 
@@ -149,6 +151,32 @@ def test_a_scale_that_is_no_number_is_named_before_the_next_layer_takes_memory(c
     assert len(allocated) == 3  # embedding, layer 0, layer 1; not layer 2
 
 
+@pytest.mark.parametrize("part", ["up_proj", "down_proj"])
+def test_a_negative_scale_is_named_likewise_and_minus_zero_is_zero(copy, allocated, part):
+    """The format is symmetric: of a group, the scale is the size of its largest number."""
+    name = f"{EXPERT.replace('layers.2', 'layers.1')}{part}.weight_scale"
+
+    def change(scale):
+        scale[1, 1] *= -1
+        return scale
+
+    edit(copy, name, lambda scale: scale.index_fill(0, torch.tensor(1), -0.0))
+    load_target(copy, torch.float32)
+    allocated.clear()
+    edit(copy, name, lambda scale: scale.index_fill(0, torch.tensor(1), 0.5))
+    edit(copy, name, change)
+    assert f"F8: {name}: 1 scales are negative" in refused(copy)
+    assert len(allocated) == 3
+
+
+def test_the_device_is_asked_once_a_layer_whether_its_numbers_can_be(made, monkeypatch):
+    asked = []
+    monkeypatch.setattr(streamed_load, "all_true", lambda flags: asked.append(len(flags)) or all_true(flags))
+    load_target(made.directory, torch.float32)
+    # Embedding, layers, norm, head, angles (no weights). Of a layer of experts 14 weights and two stacks of scales.
+    assert asked == [1, 12, 16, 16, 1, 1, 0]
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
@@ -174,6 +202,44 @@ def test_an_index_that_names_no_files(copy, allocated, found):
     (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": found}))
     assert "holds no weight_map of tensor names and file names" in refused(copy)
     assert not allocated
+
+
+@pytest.mark.parametrize("file", ["../model-00001-of-00002.safetensors", "/etc/hostname", "a/../../b.safetensors", ""])
+def test_an_index_that_names_a_file_elsewhere(copy, allocated, file):
+    """One that is there, too: what is loaded is what the directory holds."""
+    shutil.copy(copy / "model-00001-of-00002.safetensors", copy.parent)
+    index = json.loads((copy / "model.safetensors.index.json").read_text())
+    index["weight_map"]["language_model.model.norm.weight"] = file
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = refused(copy)
+    assert f"says that language_model.model.norm.weight lies in {file!r}" in message
+    assert "a file of this directory" in message
+    assert not allocated
+
+
+def test_files_of_a_hubs_cache_are_links_to_elsewhere(made, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(made.directory, blobs)
+    for blob in blobs.iterdir():
+        (snapshot / blob.name).symlink_to(Path("../../blobs") / blob.name)
+    assert load_target(snapshot, torch.float32).load_report.read_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("num_hidden_layers", "num_hidden_layers = 200000000, the files have tensors of 3"),
+        ("n_routed_experts", "n_routed_experts = 200000000, the files have tensors of 16"),
+    ],
+)
+def test_more_layers_or_experts_than_the_files_hold_are_named_before_any_is_made(copy, monkeypatch, key, words):
+    def never(*_):
+        raise AssertionError("a layer was made")
+
+    monkeypatch.setattr(DeepseekModel, "_layer", never)
+    edit_text(copy, **{key: 200_000_000})
+    assert words in refused(copy)
 
 
 def test_a_shape_that_contradicts_the_config(copy, allocated):
