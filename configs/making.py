@@ -218,3 +218,10 @@ class Training(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="Where the draft is trained; `auto` is the card where there is one."
     )
+    processes: PositiveInt | Literal["auto"] = Field(
+        default=1,
+        description=(
+            "Processes on each host that train together, each on a part of every batch (torchrun starts them; "
+            "training.batch_tokens are those of all together): a number, or `auto` for one a GPU (1 on a CPU)."
+        ),
+    )

@@ -26,6 +26,9 @@ from slipstream.tasks.reporting import NullReporter, Reporter
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
+# Fields of sections that say where and by how many a stage's work is done; what comes out is the same within rounding,
+# and work that was begun goes on when they change.
+NOT_OF_THE_OUTPUT = {"training": ("processes",)}
 PARTIAL = "partial.json"  # in the partial directory: the fingerprint that its contents belong to
 
 
@@ -38,6 +41,7 @@ class StageContext:
         workdir: the parent of all stage directories.
         resumed: whether `out` holds files of an interrupted run.
         stage: the stage's name.
+        reporter: who listens.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class StageContext:
         resumed: bool = False,
     ) -> None:
         self.config, self.workdir, self.out, self.resumed = config, workdir, out, resumed
-        self.stage, self._needs, self._reporter = stage.name, stage.needs, reporter
+        self.stage, self._needs, self.reporter = stage.name, stage.needs, reporter
 
     def input(self, stage: str) -> Path:
         """The finished directory of a stage named in `needs`. KeyError for any other: the fingerprint would miss it."""
@@ -65,15 +69,15 @@ class StageContext:
 
     def progress(self, done: float, total: float, **fields: Any) -> None:
         """Reports `done` of `total` (any unit), with figures to show beside the bar."""
-        self._reporter.progress(self.stage, done, total, fields)
+        self.reporter.progress(self.stage, done, total, fields)
 
     def say(self, text: str, *, markup: bool = False) -> None:
         """A line (or several) for the person watching; `markup` = text carries rich markup."""
-        self._reporter.say(self.stage, text, markup=markup)
+        self.reporter.say(self.stage, text, markup=markup)
 
     def warn(self, text: str) -> None:
         """A line that should be noticed."""
-        self._reporter.warn(self.stage, text)
+        self.reporter.warn(self.stage, text)
 
 
 def _nothing_outside(_: "Deployment") -> dict[str, str]:
@@ -308,7 +312,8 @@ def _config_subset(deployment: "Deployment", paths: tuple[str, ...]) -> dict[str
         value: Any = values
         for part in path.split("."):
             value = value[part]
-        result[path] = value
+        without = NOT_OF_THE_OUTPUT.get(path, ())
+        result[path] = {key: value[key] for key in value if key not in without} if without else value
     return result
 
 

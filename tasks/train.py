@@ -1,5 +1,7 @@
 """Stage `train`: the draft, from stored states to a checkpoint and an honest prediction of its accept length.
 
+Over several processes `run` starts them and tells what rank 0 tells, which runs the stage (`train`).
+
 Writes checkpoint/ (the last one; a killed run goes on from it), metrics.jsonl, tensorboard/, plots/, evaluation.json:
 
     num_steps     drafts that were made at every held-out slot
@@ -20,6 +22,7 @@ from slipstream.engine.alignment import slot_mask
 from slipstream.engine.capture import CapturePlan, slot_id
 from slipstream.engine.chat import ChatTokenizer, mask_runs
 from slipstream.engine.config import MAX_NUM_STEPS
+from slipstream.engine.device import resolve_device
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.tensor_checks import out_of_vocabulary_share
 from slipstream.engine.drafts.eagle3.vocab import DraftVocab, count_tokens, select_draft_vocab
@@ -31,9 +34,12 @@ from slipstream.engine.mask_check import check_slot_mask
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.store_manifest import StoreSpec
 from slipstream.engine.teacher_check import TeacherReport, check_teacher
+from slipstream.engine.training.data import slot_counts
 from slipstream.engine.training.evaluate import Evaluation, Evaluator
+from slipstream.engine.training.follow import lead
 from slipstream.engine.training.init import TargetWeights, init_network
 from slipstream.engine.training.log import plot_curves
+from slipstream.engine.training.ranks import ALONE, Ranks
 from slipstream.engine.training.settings import TrainingSettings
 from slipstream.engine.training.store_source import StoreSource
 from slipstream.engine.training.teacher import Teacher
@@ -46,7 +52,9 @@ from slipstream.tasks.facts import resolved_target
 from slipstream.tasks.manifest import write_json
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.replayed import EVALUATION
-from slipstream.tasks.stage import StageContext
+from slipstream.tasks.stage import NOT_OF_THE_OUTPUT, StageContext
+from slipstream.tasks.torchrun import processes_here
+from slipstream.tasks.train_ranks import meeting_here, train_by_ranks
 from slipstream.tasks.training_plots import plot_replayed
 
 if TYPE_CHECKING:
@@ -84,18 +92,44 @@ class Inputs:
 
 
 def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
-    """Checks what it reads (F2, F3, F17, F10, F7, in this order), trains, replays, plots.
+    """Trains in this process, or in as many as `training.processes` asks for (`tasks/train_ranks.py`).
+
+    Args and figures: as `train`.
+    """
+    training = context.config.training
+    device, meeting = resolve_device(training.device), meeting_here()
+    processes = processes_here(training.processes, device)
+    if processes > 1 or meeting is not None:
+        return train_by_ranks(context, processes, device, meeting, skip)
+    return train(context, torch.device(device), skip=skip)
+
+
+def train(
+    context: StageContext,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+    holders: Sequence[Sequence[int]] | None = None,
+    *,
+    skip: Collection[str] = (),
+) -> dict[str, Any]:
+    """Checks what it reads (F2, F3, F17, F10, F7, in this order), trains, replays, plots. With several ranks: rank 0.
 
     Figures: slots, supervised_tokens and supervised_slots (train split), draft_vocab_size, outside_vocabulary, teacher,
     steps, seconds, loss, replayed (K -> accept length), joint_acceptance (A_k with counts, at training.num_steps),
     greedy_share, sample (a decoded conversation, rich markup).
-    Args: skip: faults whose checks are off (tests of the faults only).
+
+    Args:
+        context: of the stage.
+        device: where this process trains.
+        ranks: that train together.
+        holders: the hosts that hold each training conversation; None: all.
+        skip: faults whose checks are off (tests of the faults only).
     """
     config = context.config
     model_dir = resolved_target(context.workdir)
     model = ModelConfig.from_dir(model_dir)
-    settings = TrainingSettings(**config.training.model_dump())
-    inputs = read_inputs(context, model_dir, model, settings.torch_device, skip)
+    settings = TrainingSettings(**config.training.model_dump(exclude=set(NOT_OF_THE_OUTPUT["training"])))
+    inputs = read_inputs(context, model_dir, model, device, skip)
     sample = check_masks(context, model_dir, inputs, skip)
     report = check_training_teacher(config, model_dir, inputs, skip)
     context.say(report.describe())
@@ -103,16 +137,23 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
     network = Eagle3Network(draft_config(config, model, inputs.plan.slots), settings.torch_dtype).to(inputs.device)
     init_network(network, inputs.weights, inputs.vocab, config.draft.init, config.training.seed, inputs.source("train"))
     evaluator = Evaluator(inputs.source("holdout"), inputs.teacher, EVALUATED_STEPS, config.training.batch_tokens)
+    source = inputs.source("train")
+    supervised = slot_counts(source, settings.num_steps)
+    lead(ranks, network, inputs.teacher, source, settings, supervised, holders)
     trainer = Trainer(
         network,
         inputs.teacher,
-        inputs.source("train"),
+        source,
         settings,
         context.out,
         evaluator=evaluator,
         data_fingerprint=context.manifest("extract")["identity"],
         progress=context.progress,
+        ranks=ranks,
+        counts=supervised,
+        holders=holders,
     )
+    warn_of_idle_ranks(context, trainer)
     if trainer.step:
         context.say(f"goes on at step {trainer.step}, after {trainer.seconds:.0f} s of training")
     result = trainer.run()
@@ -135,6 +176,7 @@ def run(context: StageContext, *, skip: Collection[str] = ()) -> dict[str, Any]:
         "draft_vocab_size": network.config.draft_vocab_size,
         "outside_vocabulary": described["outside_vocabulary"],
         "teacher": report.to_dict(),
+        "ranks": ranks.size,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
         "loss": result.loss,
@@ -271,6 +313,16 @@ def answer_owners(records: Sequence[ConversationRecord]) -> list[tuple[Conversat
         runs = mask_runs(slot_mask(record.mask, 1))
         owners += [(record, cut and stop == last) for _, stop, on in runs if on]
     return owners
+
+
+def warn_of_idle_ranks(context: StageContext, trainer: Trainer) -> None:
+    """A batch is cut by conversations: with fewer of them than ranks some have nothing to do."""
+    size, each = trainer.ranks.size, sum(map(len, trainer.plan)) / len(trainer.plan)
+    if each < size:
+        context.warn(
+            f"a batch holds {each:.1f} conversations on average, fewer than the {size} ranks that share it: raise "
+            "training.batch_tokens, or train with fewer processes"
+        )
 
 
 def warn_of_other_tokens(context: StageContext, evaluation: Evaluation) -> None:

@@ -68,7 +68,7 @@ def load_network(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Net
         raise SlipstreamError(
             f"no training checkpoint in {directory}", expected=f"a file {FILE_NAME}", do="run the train stage"
         )
-    network = Eagle3Network(_config(state["config"]), dtype or getattr(torch, state["settings"]["dtype"]))
+    network = Eagle3Network(config_of(state["config"]), dtype or getattr(torch, state["settings"]["dtype"]))
     try:
         network.load_state_dict({**state["frozen"], **state["optimizer"]["masters"]})
     except RuntimeError as error:
@@ -81,7 +81,7 @@ def load_network(directory: Path, dtype: torch.dtype | None = None) -> Eagle3Net
     return network
 
 
-def _config(fields: Mapping[str, Any]) -> Eagle3Config:
+def config_of(fields: Mapping[str, Any]) -> Eagle3Config:
     """From `config_dict`'s values."""
     latent = fields.get("latent")
     own = {"slots": tuple(fields["slots"]), "latent": None if latent is None else Latent(**latent)}

@@ -151,20 +151,33 @@ def collate(conversations: Sequence[Conversation], num_steps: int) -> Batch:
     )
 
 
-def supervised_indices(source: ConversationSource) -> tuple[list[int], int]:
+def slot_counts(source: ConversationSource, num_steps: int) -> torch.Tensor:
+    """[n, K] int64: slots of every conversation that are supervised at each step."""
+    counts = torch.zeros(len(source.lengths), num_steps, dtype=torch.int64)
+    for index in range(len(source.lengths)):
+        on = slot_mask(source.loss_mask(index), 1)  # [T]
+        for step in range(num_steps):
+            counts[index, step] = on.sum()
+            on = on[:-1] & on[1:]  # [T] -> [T - 1]: one step on, where this slot and the next one are supervised
+    return counts
+
+
+def supervised_indices(counts: torch.Tensor) -> tuple[list[int], int]:
     """(conversations that have a supervised slot, number of supervised slots at step 1 in all).
+
+    Args: counts: [n, K] int64, as `slot_counts` makes it.
 
     Raises SlipstreamError (F10) when there is none at all.
     """
-    counts = [int(slot_mask(source.loss_mask(i), 1).sum()) for i in range(len(source.lengths))]
-    if not sum(counts):
+    first = counts[:, 0].tolist()  # [n, K] -> [n]
+    if not sum(first):
         raise SlipstreamError(
-            f"no supervised slot in {len(counts)} conversations",
+            f"no supervised slot in {len(first)} conversations",
             expected="loss masks that are true on the assistant's tokens, two or more in a row",
             do="look at the decoded sample of the regenerate stage: the chat template or the mask is wrong",
             fault="F10",
         )
-    return [i for i, count in enumerate(counts) if count], sum(counts)
+    return [i for i, count in enumerate(first) if count], sum(first)
 
 
 def plan_batches(

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
-from slipstream.engine.training.data import Batch, ConversationSource, collate, plan_batches, supervised_indices
+from slipstream.engine.training.data import (
+    Batch,
+    ConversationSource,
+    collate,
+    plan_batches,
+    slot_counts,
+    supervised_indices,
+)
 from slipstream.engine.training.loss import joint_hits
 from slipstream.engine.training.teacher import Teacher
 from slipstream.engine.training.unroll import unrolled_states
@@ -44,7 +51,7 @@ class Evaluator:
 
     def __init__(self, source: ConversationSource, teacher: Teacher, num_steps: int, batch_tokens: int = 1024) -> None:
         self.num_steps = num_steps
-        indices, _ = supervised_indices(source)
+        indices, _ = supervised_indices(slot_counts(source, 1))
         plan = plan_batches(indices, source.lengths, batch_tokens, seed=0, epoch=0)
         self._batches: list[tuple[list[int], Batch, torch.Tensor]] = []
         for members in plan:

@@ -1,5 +1,6 @@
 """The loss of the unrolled steps, and how many drafts would have been accepted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,12 @@ _PART = 8  # parts of that many
 
 @dataclass(frozen=True)
 class TttLoss:
-    """Of one batch.
+    """Of one batch, or of one rank's part of it: what the parts' figures add up to is the whole's.
 
     Args:
         total: scalar fp32, sum_k w_k L_k / sum_k w_k, with gradient.
         steps: [K] fp32, L_k: mean soft cross-entropy in nats over the step's supervised slots (0 where there is none).
-        counts: [K] int64 on the CPU, supervised slots of each step.
+        counts: [K] int64 on the CPU, supervised slots of each step, of this part.
         joint: [K] int64, slots whose drafts 1..k are all the target's greedy tokens; None when not asked for.
         complete: slots supervised at every step: the denominator of `joint`.
     """
@@ -71,6 +72,7 @@ def ttt_loss(
     *,
     with_hits: bool = False,
     logits_kept: int = LOGITS_KEPT,
+    whole: Sequence[int] | None = None,
 ) -> TttLoss:
     """Loss of `num_steps` unrolled steps.
 
@@ -82,6 +84,8 @@ def ttt_loss(
         with_hits: also count joint hits, which costs one pass of the target's whole head. A greedy token outside the
             draft vocabulary can never be proposed and counts as a miss.
         logits_kept: bound of the draft's logits that are held for the backward pass.
+        whole: [K] supervised slots of each step in the whole batch, where `batch` is a part of it: what the losses are
+            means over.
     """
     head = _Head(network, teacher, batch, num_steps, logits_kept, with_drafts=with_hits)
     greedy = teacher.argmax(batch.teacher) if with_hits else None  # [M]
@@ -90,7 +94,7 @@ def ttt_loss(
         rows = batch.rows[index]  # [m]
         labels = batch.teacher_rows[index].flatten()[rows]  # [B, S] -> [m]
         loss, drafts = head.loss_and_drafts(state.flatten(0, 1)[rows], labels)  # [B, S, h] -> [m, h]
-        losses.append(loss / max(len(rows), 1))
+        losses.append(loss / max(len(rows) if whole is None else whole[index], 1))
         if greedy is not None and drafts is not None:
             hit = torch.zeros_like(batch.supervised[index])
             hit.view(-1)[rows] = network.to_target(drafts) == greedy[labels]

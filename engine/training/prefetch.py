@@ -1,7 +1,7 @@
 """The batches of a plan, in order, on the training's device; read ahead of time where that device is a GPU."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
@@ -19,7 +19,7 @@ class BatchStream:
 
     Args:
         source: conversations; read from several threads.
-        plan: indices of each batch.
+        plan: indices of each batch; where there is none, None comes in its place.
         num_steps: for which batches are collated.
         device: where they go, through pinned memory to a GPU.
         ahead: batches in the making; 0: each is made when it is asked for. None: 0 on the CPU, which has its cores for
@@ -29,7 +29,7 @@ class BatchStream:
     def __init__(
         self,
         source: ConversationSource,
-        plan: Sequence[Sequence[int]],
+        plan: Iterable[Sequence[int]],
         num_steps: int,
         device: torch.device,
         *,
@@ -51,19 +51,24 @@ class BatchStream:
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Batch | None]:
         if self._pool is None:
             for members in self._plan:
-                yield self._make(members).to(self._device)
+                yield self._placed(self._make(members))
             return
-        waiting: deque[Future[Batch]] = deque()
+        waiting: deque[Future[Batch | None]] = deque()
         for members in self._plan:
             waiting.append(self._pool.submit(self._make, members))
             if len(waiting) > self._ahead:
-                yield waiting.popleft().result().to(self._device)
+                yield self._placed(waiting.popleft().result())
         while waiting:
-            yield waiting.popleft().result().to(self._device)
+            yield self._placed(waiting.popleft().result())
 
-    def _make(self, members: Sequence[int]) -> Batch:
+    def _placed(self, batch: Batch | None) -> Batch | None:
+        return None if batch is None else batch.to(self._device)
+
+    def _make(self, members: Sequence[int]) -> Batch | None:
+        if not members:
+            return None
         batch = collate([self._source[i] for i in members], self._num_steps)
         return batch.pin_memory() if self._device.type == "cuda" else batch

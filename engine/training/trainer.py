@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,12 +13,13 @@ import torch
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.training.checkpoint import config_dict, load_checkpoint, save_checkpoint
-from slipstream.engine.training.data import Batch, ConversationSource, plan_batches, supervised_indices
+from slipstream.engine.training.data import Batch, ConversationSource, plan_batches, slot_counts, supervised_indices
 from slipstream.engine.training.evaluate import Evaluation, Evaluator
 from slipstream.engine.training.log import MetricsLog
 from slipstream.engine.training.loss import TttLoss, ttt_loss
 from slipstream.engine.training.optimizer import MasterAdamW
 from slipstream.engine.training.prefetch import BatchStream
+from slipstream.engine.training.ranks import ALONE, Ranks, cut_batch
 from slipstream.engine.training.settings import TrainingSettings
 from slipstream.engine.training.teacher import Teacher
 
@@ -57,14 +59,20 @@ class Trainer:
         teacher: the target's final norm and head.
         source: training conversations.
         settings: how.
-        out: directory for `checkpoint/`, `metrics.jsonl` and `tensorboard/`; a run that was cut goes on from there.
+        out: directory for `checkpoint/`, `metrics.jsonl` and `tensorboard/`; a run that was cut goes on from
+            there. None on every rank but 0.
         evaluator: held-out conversations; evaluated `evaluations` times, evenly spread, the last time at the end.
         data_fingerprint: identifies the conversations; a checkpoint made from others is refused.
         progress: called after every step.
+        ranks: that each compute a part of every batch. The others make their trainer by `follow.follow`, and need
+            neither evaluator nor progress: rank 0 alone evaluates and writes.
+        counts: [n, K], `slot_counts` of the source, where it is known already.
+        holders: the hosts that hold each conversation (`ranks.cut_batch`); None: every host holds all.
 
-    Settings, seed and number of steps give the same bits again on the same machine and software, also over a kill; on a
-    GPU as far as its matrix library does (the rest sums in a fixed order, or adds zeros only). Another device rounds
-    otherwise, and a run that its seconds end depends on the clock.
+    Settings, seed, number of steps and of ranks give the same bits again on the same machine and software, also over a
+    kill; on a GPU as far as its matrix library does (the rest sums in a fixed order, or adds zeros only). Another
+    device, or number of ranks, rounds otherwise, and a run that its seconds end depends on rank 0's clock. A checkpoint
+    goes on with any number of ranks.
 
     Raises SlipstreamError when no slot is supervised (F10), when the features do not fit the draft, or when the
     checkpoint in `out` belongs to another run.
@@ -76,17 +84,23 @@ class Trainer:
         teacher: Teacher,
         source: ConversationSource,
         settings: TrainingSettings,
-        out: Path,
+        out: Path | None,
         *,
         evaluator: Evaluator | None = None,
         evaluations: int = 3,
         data_fingerprint: str = "",
         progress: Progress | None = None,
+        ranks: Ranks = ALONE,
+        counts: torch.Tensor | None = None,
+        holders: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self.network, self.teacher, self.source, self.settings, self.out = network, teacher, source, settings, out
         self.evaluator, self.evaluations, self.progress = evaluator, evaluations, progress
-        self.indices, self.supervised = supervised_indices(source)
-        self._check_features()
+        self.ranks, self._holders = ranks, holders
+        self._counts = slot_counts(source, settings.num_steps) if counts is None else counts
+        self.indices, self.supervised = supervised_indices(self._counts)
+        if ranks.leads:
+            self._check_features()
         self._identity = {
             "config": config_dict(network.config),
             "settings": dataclasses.asdict(settings),
@@ -99,8 +113,10 @@ class Trainer:
         ]
         self.optimizer = MasterAdamW(network, settings.weight_decay, settings.grad_clip_norm)
         self.step, self.seconds, self.evaluated, self.loss = 0, 0.0, 0, float("nan")
-        self._batches: Iterator[Batch] = iter(())
-        self._restore()
+        self._batches: Iterator[Batch | None] = iter(())
+        if out is not None:
+            self._restore(out / "checkpoint")
+        self._begin_alike()
 
     def run(self, should_stop: Callable[[], bool] = lambda: False) -> TrainingResult:
         """Train to the end of the run, or until `should_stop()` (asked after every step) says so.
@@ -108,29 +124,35 @@ class Trainer:
         A checkpoint is written at least every `checkpoint_every_seconds`, and at the end either way.
         """
         started = time.monotonic() - self.seconds
-        saved, stopped = time.monotonic(), False
+        saved, stopped, due = time.monotonic(), False, False
         device = self.network.fc.weight.device
-        rest = self.plan[self.step :]
+        rest = (self._own_part(members) for members in self.plan[self.step :])
+        evaluation = None
         with (
-            MetricsLog(self.out, self.step) as log,
+            nullcontext() if self.out is None else MetricsLog(self.out, self.step) as log,
             BatchStream(self.source, rest, self.settings.num_steps, device) as batches,
         ):
             self._batches = iter(batches)
             while self._fraction() < 1 and not stopped:
                 figures = self._train_step()
-                self.seconds = time.monotonic() - started
-                self._evaluate_if_due(figures)
-                self.seconds = time.monotonic() - started
-                log.write(self.step, {**figures, "seconds": self.seconds})
-                if self.progress:
-                    self.progress(min(self._fraction(), 1.0), 1.0, step=self.step, loss=self.loss, **_brief(figures))
-                stopped = should_stop()
-                if time.monotonic() - saved > self.settings.checkpoint_every_seconds:
+                if log is not None:
+                    self.seconds = time.monotonic() - started
+                    self._evaluate_if_due(figures)
+                    self.seconds = time.monotonic() - started
+                    log.write(self.step, {**figures, "seconds": self.seconds})
+                    if self.progress:
+                        done = min(self._fraction(), 1.0)
+                        self.progress(done, 1.0, step=self.step, loss=self.loss, **_brief(figures))
+                    stopped = should_stop()
+                    due = time.monotonic() - saved > self.settings.checkpoint_every_seconds
+                # The clock and whoever stops the run are rank 0's: all ranks end after the same step.
+                self.seconds, stop, save = self.ranks.told((self.seconds, stopped, due))
+                stopped, due = bool(stop), bool(save)
+                if due:
                     self._save()
                     saved = time.monotonic()
             self._save()
-            evaluation = None
-            if self._fraction() >= 1 and self.evaluator:
+            if self._fraction() >= 1 and self.evaluator and log is not None:
                 evaluation = self.evaluator.run(self.network)
                 log.write(self.step, {"heldout_joint_acceptance": evaluation.joint_acceptance})
         return TrainingResult(
@@ -145,17 +167,21 @@ class Trainer:
 
     def _train_step(self) -> dict[str, Any]:
         """One optimiser step on the plan's next batch. Returns its figures."""
-        settings = self.settings
+        settings, num_steps = self.settings, self.settings.num_steps
         rate = settings.rate_at(self._fraction(ahead=0.5))
+        whole = self._counts[self.plan[self.step]].sum(0).tolist()  # [n, K] -> [K]
         batch = next(self._batches)
         with_hits = self.step % settings.hits_every_steps == 0
-        result = ttt_loss(
-            self.network, batch, self.teacher, settings.num_steps, settings.step_loss_decay, with_hits=with_hits
-        )
-        result.total.backward()
-        norm = self.optimizer.step(rate)
-        # The one place where the host waits for the device; a bad step has spoilt the weights in memory, not on disk.
-        self.loss, gradient_norm, *steps = torch.stack((result.total.detach(), norm, *result.steps)).tolist()
+        result = None
+        if batch is not None:
+            result = ttt_loss(
+                self.network, batch, self.teacher, num_steps, settings.step_loss_decay, with_hits=with_hits, whole=whole
+            )
+            result.total.backward()
+        norm = self.optimizer.step(rate, self.ranks.sum_)
+        gradient_norm, own = _numbers(result, norm, num_steps)
+        sums = self.ranks.summed(own)
+        self.loss, steps, (*joint, complete) = sums[0], sums[1 : 1 + num_steps], sums[1 + num_steps :]
         if not math.isfinite(self.loss):
             raise SlipstreamError(
                 f"the loss is {self.loss} at step {self.step + 1}",
@@ -163,7 +189,22 @@ class Trainer:
                 do="lower training.learning_rate and delete the stage's partial directory",
             )
         self.step += 1
-        return _figures(result, self.loss, steps, gradient_norm, rate)
+        figures: dict[str, Any] = {
+            "loss": self.loss,
+            "step_loss": steps,
+            "supervised_slots": whole,
+            "gradient_norm": gradient_norm,
+            "learning_rate": rate,
+        }
+        if complete:
+            figures["joint_acceptance"] = [count / complete for count in joint]
+        return figures
+
+    def _own_part(self, members: Sequence[int]) -> Sequence[int]:
+        """What of a batch this rank computes."""
+        if self.ranks.size == 1:
+            return members
+        return cut_batch(members, self.source.lengths, self._holders, self.ranks.nodes)[self.ranks.rank]
 
     def _fraction(self, ahead: float = 0.0) -> float:
         """Share of the run that is done: by steps or by seconds, whichever is further on."""
@@ -190,9 +231,42 @@ class Trainer:
                 fault="F2",
             )
 
+    def _begin_alike(self) -> None:
+        """Every rank begins with rank 0's weights, moments and place in the run."""
+        ranks = self.ranks
+        if ranks.size == 1:
+            return
+        numbers = ranks.told((self.step, self.seconds, self.evaluated, self.loss))
+        self.step, self.seconds, self.evaluated, self.loss = int(numbers[0]), numbers[1], int(numbers[2]), numbers[3]
+        for tensor in self.optimizer.tensors(moments=self.step > 0):
+            ranks.broadcast_(tensor)
+        self.optimizer.write_back()
+        for tensor in self._frozen().values():
+            ranks.broadcast_(tensor)
+
+    def _frozen(self) -> dict[str, torch.Tensor]:
+        """What of the network is not trained, by name."""
+        state = self.network.state_dict().items()
+        return {name: tensor.detach() for name, tensor in state if name not in self.optimizer.masters}
+
+    def _check_alike(self) -> None:
+        """Raises SlipstreamError when the ranks' weights are not the same bits."""
+        sums = [tensor.view(torch.int32).sum() for tensor in self.optimizer.tensors(moments=False)]  # in int64: exact
+        checks = [int(check) for check in self.ranks.gathered(torch.stack(sums).sum()[None].cpu())]
+        other = [rank for rank, check in enumerate(checks) if check != checks[0]]
+        if other:
+            raise SlipstreamError(
+                f"after step {self.step} the weights of ranks {other} are not those of rank 0",
+                expected="the same bits on every rank: each adds the same gradients in the same order",
+                do="the last checkpoint is whole: train on from there, on other cards if it comes again",
+                runbook="run-failed.md",
+            )
+
     def _save(self) -> None:
-        trained = self.optimizer.masters
-        frozen = {n: t.detach() for n, t in self.network.state_dict().items() if n not in trained}
+        """Writes the checkpoint, where this is rank 0, once all ranks have shown the same weights."""
+        self._check_alike()
+        if self.out is None:
+            return
         state = {
             **self._identity,
             "step": self.step,
@@ -201,18 +275,18 @@ class Trainer:
             "loss": self.loss,
             "random_state": torch.get_rng_state(),
             "optimizer": self.optimizer.state_dict(),
-            "frozen": frozen,
+            "frozen": self._frozen(),
         }
         save_checkpoint(self.out / "checkpoint", state)
 
-    def _restore(self) -> None:
-        state = load_checkpoint(self.out / "checkpoint")
+    def _restore(self, directory: Path) -> None:
+        state = load_checkpoint(directory)
         if state is None:
             return
         changed = [k for k, v in self._identity.items() if state[k] != v]
         if changed:
             raise SlipstreamError(
-                f"the checkpoint in {self.out / 'checkpoint'} was made with another {' and '.join(changed)}: "
+                f"the checkpoint in {directory} was made with another {' and '.join(changed)}: "
                 + "; ".join(f"{k} {state[k]}, now {self._identity[k]}" for k in changed),
                 expected="the run that it belongs to",
                 do="delete the directory to train anew, or go back to its settings",
@@ -225,17 +299,14 @@ class Trainer:
         torch.set_rng_state(state["random_state"])
 
 
-def _figures(result: TttLoss, loss: float, steps: list[float], norm: float, rate: float) -> dict[str, Any]:
-    figures: dict[str, Any] = {
-        "loss": loss,
-        "step_loss": steps,
-        "supervised_slots": result.counts.tolist(),
-        "gradient_norm": norm,
-        "learning_rate": rate,
-    }
-    if result.joint is not None and result.complete:
-        figures["joint_acceptance"] = (result.joint / result.complete).tolist()
-    return figures
+def _numbers(result: TttLoss | None, norm: torch.Tensor, num_steps: int) -> tuple[float, list[float]]:
+    """(the gradient's norm, the loss, those of the K steps, K joint hits and of how many): here the host waits for the
+    device, once a step. A bad step has spoilt the weights in memory, not on disk."""
+    if result is None:  # a rank without a part of this batch
+        return float(norm), [0.0] * (2 * num_steps + 2)
+    gradient_norm, *losses = torch.stack((norm, result.total.detach(), *result.steps)).tolist()
+    hits = [0] * (num_steps + 1) if result.joint is None else [*result.joint.tolist(), result.complete]
+    return gradient_norm, [*losses, *hits]
 
 
 def _brief(figures: dict[str, Any]) -> dict[str, Any]:

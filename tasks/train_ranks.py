@@ -1,0 +1,120 @@
+"""The train stage over several processes: starts this host's ranks, tells what rank 0 tells, and ends them all."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.files import read_json
+from slipstream.tasks.extract import STORE
+from slipstream.tasks.proc_stat import process_start_time
+from slipstream.tasks.process import NEUTRAL_DIRECTORY, POLL_SECONDS
+from slipstream.tasks.stage import StageContext
+from slipstream.tasks.torchrun import Launch, Meeting
+from slipstream.tasks.train_words import Heard
+
+MEETING = "TRAINING_MEETING"  # variable: the file that says where this host meets the others; unset: it is alone
+STOP_SECONDS = 20.0
+GONE_SECONDS = 10.0
+
+
+def meeting_here() -> Meeting | None:
+    """Where the ranks of several hosts meet, on the first of them; None where this host trains alone."""
+    path = os.environ.get(MEETING)
+    if path is None:
+        return None
+    return Meeting.of(read_json(Path(path), expected="where the hosts meet", do="run the train stage again"))
+
+
+def train_by_ranks(
+    context: StageContext, processes: int, device: str, meeting: Meeting | None, skip: Collection[str]
+) -> dict[str, Any]:
+    """Runs the stage in this host's ranks, to their end. Returns its figures.
+
+    Args:
+        context: of the stage.
+        processes: ranks of this host.
+        device: `cpu` or `cuda`.
+        meeting: of the ranks of several hosts.
+        skip: as `train.run`.
+
+    Raises what rank 0 raised, and SlipstreamError that names the first rank that ended; then all others have ended too,
+    also when this is interrupted.
+    """
+    config = context.config
+    threads = config.host.threads
+    launch = Launch(
+        processes,
+        device,
+        node=0,
+        meeting=meeting,
+        store=str(context.input("extract") / STORE),
+        threads=None if threads is None else max(1, threads // processes),
+        stage={
+            "deployment": config.model_dump(mode="json"),
+            "workdir": str(context.workdir),
+            "out": str(context.out),
+            "resumed": context.resumed,
+            "skip": sorted(skip),
+        },
+    )
+    heard = Heard(context.reporter)
+    with _torchrun(launch, heard) as lines:
+        for line in lines:
+            if not heard.line(line):
+                print(line, end="", file=sys.stderr, flush=True)  # for the log
+    if heard.figures is None:
+        raise heard.error()
+    return heard.figures
+
+
+@contextmanager
+def _torchrun(launch: Launch, heard: Heard) -> Iterator[Iterator[str]]:
+    """Yields the lines of torchrun and its ranks; whatever happens, none of them is left."""
+    command = [sys.executable, "-P", "-m", "slipstream.tasks.torchrun", launch.to_json(), str(os.getpid())]
+    child = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=NEUTRAL_DIRECTORY,
+        text=True,
+        errors="replace",
+    )
+    assert child.stdout is not None
+    try:
+        yield iter(child.stdout)
+    finally:
+        _stop(child)
+        child.stdout.close()
+        _wait_until_gone({rank["pid"]: rank["start_time"] for rank in heard.ranks.values()})
+
+
+def _stop(child: "subprocess.Popen[str]") -> None:
+    if child.poll() is None:
+        child.terminate()
+    try:
+        child.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()  # the kernel then ends its ranks
+        child.wait()
+
+
+def _wait_until_gone(pids: dict[int, int | None]) -> None:
+    """Proves that no rank is left. Args: pids: process id -> start time."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while left := [pid for pid, start in pids.items() if start is not None and process_start_time(pid) == start]:
+        if time.monotonic() > deadline:
+            raise SlipstreamError(
+                f"ranks of the training are still there after SIGKILL: processes {left}",
+                expected="that SIGKILL ends them",
+                do="they hang in the kernel (driver or file system): look with `cat /proc/PID/stack`",
+                runbook="left-over-server.md",
+                fault="F15",
+            )
+        time.sleep(POLL_SECONDS)
