@@ -2,13 +2,15 @@
 
 Kimi-K2.5's sizes. Every round of every run is compared with that of the first run: what the router saw and chose, its
 shared expert's part, and the stream behind attention and behind experts, of every layer. So a race shows where it is.
-Tensors are kept as a captured step writes them: nothing is added to the step.
+Tensors are kept as a captured step writes them: nothing is added to the step. In front of every run the caches are
+filled with garbage (poison.py): else it finds in its cells what the run before left there, just what it will write.
 """
 
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from poison import poison, poison_every_launch, poison_free_memory
 from tp8_models import NEW, PROMPT, InStep, Models, free, small_kimi
 from tp8_rank import Run
 
@@ -90,6 +92,7 @@ def router_parts(where: str, out: Any) -> list[tuple[str, torch.Tensor]]:
 def one_run(engine: Engine, batch: int, new: int, steps: Steps) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Answers, and what each round left."""
     tokens: list[list[int]] = [[] for _ in range(batch)]
+    poison(engine)
     left, rounds = [], engine.stats.rounds
     for i, (prompt, params) in enumerate(
         zip(prompts_of(engine, batch, PROMPT), params_of(batch, new, 1.0), strict=True)
@@ -133,8 +136,12 @@ def same_part(run: Run) -> None:
                 answers, prompt = tokens, prompts_of(engine, 1, PROMPT)[0]
         steps.stop()
         if num_steps:  # as served: launches stay out, and nothing is read between them
-            for _ in range(args.captures):
+            for number in range(args.captures):
                 flying = models.engine(num_steps, proposer, graphs=True)
+                if run.device == "cuda":
+                    poison_free_memory()
+                if number % 2:
+                    poison_every_launch(flying)
                 in_flight(run, name, flying, new, answers[0], max(2, args.runs // args.captures))
                 del flying
                 free(run.device)
@@ -154,6 +161,7 @@ def in_flight(run: Run, name: str, engine: Engine, new: int, right: list[int], r
     engine.scheduler.admit = admitted  # type: ignore[method-assign]
     prompts, params, first, deviating, told = prompts_of(engine, 1, PROMPT), params_of(1, new, 1.0), None, 0, 0
     for number in range(runs):
+        poison(engine)
         (answer,) = engine.generate(prompts, params)
         cells = engine.runner.cache.read(blocks[-1], PROMPT + new - 1).view(torch.int16)  # [layers, n, cell]
         first = cells if first is None else first

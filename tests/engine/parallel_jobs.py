@@ -1,6 +1,7 @@
 """What ranks run together in the tests of tensor parallelism: functions of (parallel, ...), results are pickled."""
 
 import hashlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -308,6 +309,26 @@ def serve_on_cards(parallel: TensorParallel, case: Case, faults: Sequence[str] =
     assert engine.captures_after_ready == 0
     assert carrier_name(parallel) in (None, "peer memory", "NCCL")
     return served, served.bits()
+
+
+def serve_over_garbage(parallel: TensorParallel, case: Case, file: str) -> list[list[list[int]]]:
+    """Tokens of the first run behind a capture and of three more, over garbage; file: tests/benchmarks/poison.py."""
+    spec = importlib.util.spec_from_file_location("poison", file)
+    assert spec is not None
+    assert spec.loader is not None
+    garbage = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(garbage)
+    engine = make_engine(_on_cards(parallel) if case.device == "cuda" else parallel, case)
+    engine.start()
+    if case.device == "cuda":
+        garbage.poison_free_memory()
+    found = []
+    for run in range(4):
+        if run == 2:
+            garbage.poison_every_launch(engine)
+        garbage.poison(engine)
+        found.append([answer.token_ids for answer in engine.generate(case.prompts, case.params)])
+    return found
 
 
 def loaded(parallel: TensorParallel, target_dir: str) -> tuple[int, int, dict[str, int]]:
