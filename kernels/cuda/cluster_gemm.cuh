@@ -38,7 +38,7 @@ __device__ inline void order_x_for_wgmma(const ClusterParams& given) {
     const auto place = [&](int m, int t) {
         return reinterpret_cast<uint32_t*>(given.x_ordered) + m / 8 * 128 + m % 8 * 4 + t;
     };
-    order_rows<NORM>(given.common, place, [&](uint32_t* to, int chunk, const uint4& v) {
+    order_rows<NORM>(given.common, given.columns, place, [&](uint32_t* to, int chunk, const uint4& v) {
         store_for_wgmma(to + int64_t(chunk) * given.columns * 16, v);
     });
 }

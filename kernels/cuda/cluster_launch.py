@@ -158,7 +158,7 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, cut: Cut
     given = ClusterParams(params, ordered.data_ptr(), cut.columns, max_tiles)
     pdl = pdl_enabled() if override.pdl is None else override.pdl
     functions, stream = _module(epilogue, device).functions, _stream(device)
-    order_ctas = -(-params.M // 8) * -(-(params.K // 32) // (ORDER_WARPS * ORDER_CHUNKS))
+    order_ctas = cut.columns // 8 * -(-(params.K // 32) // (ORDER_WARPS * ORDER_CHUNKS))
     functions[f"order_{int(norm)}"].launch(order_ctas, 32 * ORDER_WARPS, 0, stream, given, pdl=pdl)
     functions[cut.name(epilogue)].launch(
         clusters * K_CTAS,

@@ -7,11 +7,12 @@ namespace slipstream {
 constexpr int ORDER_WARPS = 4, ORDER_CHUNKS = 4;  // of a CTA, and of each of its warps
 
 // place(m, t): where k 8 t .. 8 t + 7 of row m's first chunk of 32 belong; store(to, chunk, v) puts those of a chunk there. A
-// CTA takes 8 rows and ORDER_WARPS * ORDER_CHUNKS chunks.
+// CTA takes 8 rows and ORDER_WARPS * ORDER_CHUNKS chunks. rows: a multiple of 8; of those behind the last of x, zeros are
+// stored, for a product copies them, too.
 template <bool NORM, class Place, class Store>
-__device__ inline void order_rows(const Params& p, const Place& place, const Store& store) {
+__device__ inline void order_rows(const Params& p, int rows, const Place& place, const Store& store) {
     pdl_launch_dependents();  // the product, which fetches weights meanwhile
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = (p.M + 7) / 8;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, chunks = p.K / 32, blocks = rows / 8;
     const int slice = blockIdx.x / blocks, m = 8 * (blockIdx.x - slice * blocks) + g;
     const int first = (slice * ORDER_WARPS + threadIdx.x / 32) * ORDER_CHUNKS;
     uint4 scale[ORDER_CHUNKS] = {}, x[ORDER_CHUNKS] = {};
@@ -28,7 +29,7 @@ __device__ inline void order_rows(const Params& p, const Place& place, const Sto
     const auto to = place(m, t);
 #pragma unroll
     for (int i = 0; i < ORDER_CHUNKS; ++i) {
-        if (m < p.M && first + i < chunks) store(to, first + i, NORM ? normed(x[i], rstd, scale[i]) : x[i]);
+        if (first + i < chunks) store(to, first + i, NORM && m < p.M ? normed(x[i], rstd, scale[i]) : x[i]);
     }
 }
 

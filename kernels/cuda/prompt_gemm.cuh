@@ -39,7 +39,7 @@ __device__ inline void order_for_wgmma(const PromptParams& given) {
         return reinterpret_cast<uint32_t*>(given.x_ordered) + int64_t(group) * chunks * (PROMPT_X_CHUNK / 4) +
                column / 8 * 128 + column % 8 * 4 + t;
     };
-    order_rows<NORM>(given.common, place, [&](uint32_t* to, int chunk, const uint4& v) {
+    order_rows<NORM>(given.common, given.common.m_groups * PROMPT_COLUMNS, place, [&](uint32_t* to, int chunk, const uint4& v) {
         store_for_wgmma(to + int64_t(chunk) * (PROMPT_X_CHUNK / 4), v);
     });
 }

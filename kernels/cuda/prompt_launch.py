@@ -157,7 +157,7 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, sharing:
     prompt = PromptParams(params, ordered.data_ptr(), parts)
     pdl = pdl_enabled() if override.pdl is None else override.pdl
     functions, stream = _module(epilogue, device).functions, _stream(device)
-    order_ctas = -(-params.M // 8) * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
+    order_ctas = params.m_groups * COLUMNS // 8 * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
     functions[f"order_{int(norm)}"].launch(order_ctas, 32 * ORDER_WARPS, 0, stream, prompt, pdl=pdl)
     functions[name(epilogue)].launch(
         there.groups * there.walk * sharing.weights,

@@ -20,6 +20,7 @@ struct WideParams {
     Params common;
     bf16* x_ordered;  // [m_groups, K / 32, columns, 32]
     int32_t parts, split, columns;
+    int32_t clustered;  // whether a cluster has several CTAs
 };
 
 template <bool NORM>
@@ -29,7 +30,7 @@ __device__ inline void order_x(const WideParams& given) {
         const int group = m / given.columns;
         return given.x_ordered + (int64_t(group) * chunks * given.columns + m - group * given.columns) * 32 + 8 * t;
     };
-    order_rows<NORM>(given.common, place, [&](bf16* to, int chunk, const uint4& v) {
+    order_rows<NORM>(given.common, given.common.m_groups * given.columns, place, [&](bf16* to, int chunk, const uint4& v) {
         store_16(to + int64_t(chunk) * given.columns * 32, v);
     });
 }
@@ -151,8 +152,10 @@ __device__ inline void wide_gemm(const WideParams& given, float* shared) {
             }
         }
         sync_warp();
-        cluster_arrive();  // no CTA ends while others may reach into it
-        cluster_wait();
+        if (given.clustered) {  // no CTA ends while others may reach into it
+            cluster_arrive();
+            cluster_wait();
+        }
         return;
     }
 
@@ -244,8 +247,10 @@ __device__ inline void wide_gemm(const WideParams& given, float* shared) {
         sync_some(threads);  // the sums are read
     }
     sync_warp();
-    cluster_arrive();
-    cluster_wait();
+    if (given.clustered) {
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
 }  // namespace slipstream

@@ -24,7 +24,7 @@ class WideParams(ctypes.Structure):
     _fields_ = (
         ("common", Params),
         ("x_ordered", ctypes.c_void_p),
-        *((name, ctypes.c_int32) for name in ("parts", "split", "columns")),
+        *((name, ctypes.c_int32) for name in ("parts", "split", "columns", "clustered")),
     )
 
 
@@ -229,10 +229,10 @@ def launch(epilogue: Epilogue, norm: bool, params: Params, device: int, cut: Cut
         raise ValueError(f"{cut}: {params.slots} slots, {parts} parts; expected tiles in pairs that the kernel takes")
     chunks, columns = params.K // 32, cut.variant.columns
     ordered = _ordered(device, there.groups * columns * params.K)
-    wide = WideParams(params, ordered.data_ptr(), parts, cut.split, columns)
+    wide = WideParams(params, ordered.data_ptr(), parts, cut.split, columns, int(cut.cluster > 1))
     pdl = pdl_enabled() if override.pdl is None else override.pdl
     functions, stream = _module(epilogue, device).functions, _stream(device)
-    order_ctas = -(-params.M // 8) * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
+    order_ctas = there.groups * columns // 8 * -(-chunks // (ORDER_WARPS * ORDER_CHUNKS))
     functions[f"order_{int(norm)}"].launch(order_ctas, 32 * ORDER_WARPS, 0, stream, wide, pdl=pdl)
     functions[cut.variant.name(epilogue)].launch(
         there.groups * there.walk * cut.cluster,

@@ -14,8 +14,14 @@ whoever reads, for what a library's kernel reads may be ours); and races of race
 follows no mbarrier in a loop, and takes the copying thread for a writer that nothing orders (FlashAttention's
 AI/RACECHECK_TMA_HAZARD.md found the same). That such a ring waits is tested on the emulated GPU. Two kinds are told
 apart, by the disassembled kernel: a bulk copy and the readers of the ring that it fills (the write is that
-instruction); and a word that the copying thread stores beside it (the store stands between a wait and an arrival at
-mbarriers, each reader behind a wait).
+instruction); and words that are handed on (the run of stores stands between a wait at an mbarrier and an arrival at
+another, each run of loads behind a wait at that other one).
+
+And synccheck's divergent threads at a cluster's barrier, which warps with parts of their own reach at instructions of
+their own, as PTX allows. Where a CTA is its own cluster the compiler takes the CTA's barrier 0 instead, which counts
+warps wherever they stand; synccheck wants all at one instruction. Told apart by the code: the cluster's wait stands
+just in front of it, on the other branch. synccheck keeps 256 records of a launch, and one that has more is no verdict:
+so where a CTA is alone, its warps of 32 threads that copy are all that is at such a barrier by itself.
 """
 
 import argparse
@@ -41,18 +47,14 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # CUDA C++: every compiled kernel once or twice.
     "products": ((f"{KERNELS}test_cuda_skinny_gemm.py::test_gpu_every_kernel",), TOOLS),
     "int4": ((f"{KERNELS}test_cuda_int4_gemm.py::test_gpu_every_kernel",), TOOLS),
-    "wide": (
-        (
-            f"{KERNELS}test_cuda_wide_gemm.py::test_gpu_rows_keep_their_bits_in_every_cut",
-            f"{KERNELS}test_cuda_cluster_gemm.py::test_gpu_rows_keep_their_bits_in_every_cut",
-            f"{KERNELS}test_cuda_prompt_gemm.py",
-        ),
-        TOOLS,
-    ),
+    "wide": ((f"{KERNELS}test_cuda_wide_gemm.py::test_gpu_every_kernel",), TOOLS),
+    "cluster": ((f"{KERNELS}test_cuda_cluster_gemm.py::test_gpu_every_kernel",), TOOLS),
+    "prompt": ((f"{KERNELS}test_cuda_prompt_gemm.py::test_gpu_every_kernel",), TOOLS),
     "experts": (
         (
-            f"{KERNELS}test_cuda_experts.py::test_gpu_products_are_within_the_bound",
-            f"{KERNELS}test_cuda_route.py::test_gpu_the_router_is_the_twins",
+            f"{KERNELS}test_cuda_experts.py::test_gpu_every_kernel_over_few_chunks",
+            f"{KERNELS}test_cuda_route.py::test_gpu_every_stage",
+            f"{KERNELS}test_cuda_gate.py::test_gpu_every_branch",
         ),
         TOOLS,
     ),
@@ -106,14 +108,17 @@ torch.cuda.synchronize()
 """
 
 
-PRINT_LIMIT = 5000  # errors that racecheck and synccheck print: each is looked at
+PRINT_LIMIT = 50_000  # errors that racecheck and synccheck print: each is looked at
 # Demangled C++ templates and the names of cuBLAS; ours are extern "C" or Triton's.
 FOREIGN = ("nvjet_", "cublas", "cutlass", "gemm", "gemv", "void ", "at::", "nccl")
 BULK_COPY, WAIT, ARRIVAL = "UBLKCP", "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # instructions; the latter two of an mbarrier
-NEAR = 8  # instructions between a word of the ring and its wait or arrival: the compiler moves a few in between
+CTA_BARRIER, CLUSTER_WAIT = "BAR.SYNC", "UCGABAR_WAIT"
+NEAR = 64  # instructions between words and their wait or arrival: the rest of their run and what is computed in between
+ON_OTHER_BRANCH = 4  # instructions between a cluster's wait and what stands for it where a CTA is alone
 BYTES = 16  # of an instruction
 IN_LIBRARIES, OF_BULK_COPIES = "in other libraries' kernels", "of bulk copies, ordered by an mbarrier"
-OF_WORDS = "of words beside bulk copies, stored between a wait and an arrival at mbarriers and read behind a wait"
+OF_WORDS = "of words stored between a wait and an arrival at mbarriers and read behind a wait at the latter"
+OF_CLUSTERS = "at barriers of a CTA that is its own cluster, which each role reaches by its own instruction"
 
 
 @dataclass(frozen=True)
@@ -178,8 +183,10 @@ def errors_of(tool: str, words: str, instruction: Callable[[str, int], str]) -> 
             why = IN_LIBRARIES
         elif writes and all(instruction(*write).startswith(BULK_COPY) for write in writes):
             why = OF_BULK_COPIES
-        elif writes and _waits(instruction, places) and all(_arrives(instruction, *write) for write in writes):
+        elif tool == "racecheck" and writes and _are_handed_on(instruction, places):
             why = OF_WORDS
+        elif tool == "synccheck" and places and all(_is_of_cluster(instruction, *where[1:]) for where in places):
+            why = OF_CLUSTERS
         else:
             counted += 1
             continue
@@ -187,23 +194,45 @@ def errors_of(tool: str, words: str, instruction: Callable[[str, int], str]) -> 
     return Errors(counted + max(0, total - len(found)), aside)  # and those that it did not print
 
 
-def _waits(instruction: Callable[[str, int], str], places: Sequence[tuple[str, str, str]]) -> bool:
-    """Each access to shared memory has a wait at an mbarrier just in front of it, and no other barrier or access."""
-    return all(
-        instruction(kernel, int(address, 16)).startswith(("STS", "LDS"))
-        and _first(instruction, kernel, int(address, 16), -BYTES).startswith(WAIT)
-        for _, kernel, address in places
-    )
+def _are_handed_on(instruction: Callable[[str, int], str], places: Sequence[tuple[str, str, str]]) -> bool:
+    """Stores stand between a wait at an mbarrier and an arrival at another, loads behind a wait at that one.
+
+    Nothing but the rest of their run lies in between that orders or touches shared memory.
+    """
+    handed, taken = set(), set()
+    for access, kernel, at in places:
+        address, kind = int(at, 16), "STS" if access == "Write" else "LDS"
+        before = _beside(instruction, kernel, address, -BYTES)
+        if not instruction(kernel, address).startswith(kind) or not before.startswith(WAIT):
+            return False
+        if access == "Write":
+            behind = _beside(instruction, kernel, address, BYTES)
+            if not behind.startswith(ARRIVAL) or _offset(behind) == _offset(before):
+                return False
+            handed.add(_offset(behind))
+        else:
+            taken.add(_offset(before))
+    return len(handed) == 1 and taken == handed
 
 
-def _arrives(instruction: Callable[[str, int], str], kernel: str, address: int) -> bool:
-    return _first(instruction, kernel, address, BYTES).startswith(ARRIVAL)
-
-
-def _first(instruction: Callable[[str, int], str], kernel: str, address: int, step: int) -> str:
-    """The nearest instruction before or behind that orders or touches shared memory; "" if none is near."""
+def _beside(instruction: Callable[[str, int], str], kernel: str, address: int, step: int) -> str:
+    """What is next, before or behind the run of like accesses, of all that orders or touches shared memory; "": far."""
+    run = instruction(kernel, address)[:3]
     near = (instruction(kernel, address + step * far) for far in range(1, NEAR + 1))
-    return next((one for one in near if one.startswith(("SYNCS", "BAR", "STS", "LDS", "ATOMS"))), "")
+    kinds = tuple({"SYNCS", "BAR", "STS", "LDS", "ATOMS"} - {run})
+    return next((one for one in near if one.startswith(kinds)), "")
+
+
+def _offset(instruction: str) -> str:
+    """Of an address in shared memory: "+0x78" of [R27+URZ+0x78]."""
+    found = re.search(r"\[\w+(?:\+URZ)?(\+0x[0-9a-f]+)?\]", instruction)
+    return (found[1] or "") if found else instruction
+
+
+def _is_of_cluster(instruction: Callable[[str, int], str], kernel: str, at: str) -> bool:
+    address = int(at, 16)
+    before = (instruction(kernel, address - BYTES * far) for far in range(1, ON_OTHER_BRANCH + 1))
+    return instruction(kernel, address).startswith(CTA_BARRIER) and any(one.startswith(CLUSTER_WAIT) for one in before)
 
 
 @functools.cache

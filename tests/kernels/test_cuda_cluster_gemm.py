@@ -137,6 +137,28 @@ def test_cards_without_wgmma_neither_compile_nor_take_it(monkeypatch: pytest.Mon
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("op", "norm"), CASES)
+@pytest.mark.parametrize(
+    ("outputs", "cut"), [(72, Cut(64, 3, 2)), (136, Cut(64, 2, 5)), (72, Cut(32, 3, 3)), (136, Cut(32, 3, 2))]
+)
+def test_gpu_every_kernel(
+    monkeypatch: pytest.MonkeyPatch, products: ModuleType, op: str, norm: bool, outputs: int, cut: Cut
+) -> None:
+    """Small enough for the sanitizer: one cluster, rings of two slots and more that go round; one unit or several of
+    unequal height."""
+    device = torch.cuda.current_device()
+    card = cluster_launch._device(device)
+    if not card.shared_bytes:
+        pytest.skip("needs wgmma")
+    cluster_launch.load(device)
+    monkeypatch.setattr(cluster_launch, "_device", lambda device: Device(4, card.shared_bytes, lambda size: 1))
+    case = products.Case(op, cut.columns - 3, outputs, 768 if norm else 1792, "cuda", norm=norm, sums=norm)
+    found = case.run(products.KERNEL, override=Override(wide=cut))
+    same(found, case.run(products.KERNEL, override=OLD))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("op", "norm"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(3600, 4096), (1048, 14336)])
 def test_gpu_rows_keep_their_bits_in_every_cut(
     monkeypatch: pytest.MonkeyPatch, products: ModuleType, op: str, norm: bool, n: int, k: int

@@ -366,6 +366,29 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA 
 
 @pytest.mark.gpu
 @GPU
+@pytest.mark.parametrize("rows", [3, 11])
+def test_gpu_every_kernel_over_few_chunks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Small enough for the sanitizer: every kernel, rings that go round, both places of sums. The twin on the CPU."""
+    here, one = case(rows, 4, 1056, 96, 2), case(rows, 4, 1056, 96, 2, "cuda")
+    base = one.run(plan=Plan(stream=False))
+    close_to_the_twin(base.cpu(), here.twin())
+    lists = {tile: router.expert_lists(one.ids, 4, tile) for tile in (8, 16, 32)}
+    for gate_up in GATE_UP:
+        tile = 8 * gate_up.row_tiles
+        for ctas in (0, 1):
+            assert one.run(lists=lists[tile], plan=Plan(False, gate_up, _down_of(tile), ctas)).equal(base), gate_up
+    for slots, sms in ((4, 3), (8, 2)):
+        monkeypatch.setattr(expert_stream_launch, "_MOST_SLOTS", slots)
+        monkeypatch.setattr(expert_stream_launch, "_sms", lambda device, sms=sms: sms)
+        for _ in range(2):  # counters are as they were behind each
+            assert one.run(plan=STREAM).equal(base), slots
+    monkeypatch.setattr(expert_launch, "_MOST_SUMS", 0)
+    monkeypatch.setattr(expert_launch, "shared_limit", lambda arch: 0)  # one place for sums, not two
+    assert one.run(plan=Plan(stream=False)).equal(base)
+
+
+@pytest.mark.gpu
+@GPU
 @pytest.mark.parametrize("rows", [1, 5, 33, 200])
 def test_gpu_products_are_within_the_bound(rows: int) -> None:
     one = case(rows, 16, 512, 256, 4, "cuda")

@@ -1,6 +1,6 @@
 """The two kernels in front of routed experts: on an emulated GPU; with the marker gpu on a card."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -176,6 +176,33 @@ def test_logits_are_cut_as_in_the_other_kernel() -> None:
 
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+
+SMALL = [  # rows, width, experts, width of the shared expert, sums of squares of a row
+    *((19, 320, *ROUTINGS[name], 64, 20) for name in ROUTINGS),
+    (9, 2400, 16, Routing(2), 32, 150),
+    (9, 64, 16, Routing(2), 320, None),
+    (2, 8992, 8, Routing(2), 32, 1),
+]
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize(("rows", "width", "experts", "routing", "inner", "parts"), SMALL)
+def test_gpu_every_branch(rows: int, width: int, experts: int, routing: Routing, inner: int, parts: int | None) -> None:
+    """Small enough for the sanitizer: clusters of 1, 3 and 8, more chunks than are held at once, with and without norm
+    and shared expert. Torch's part on the CPU."""
+    here = Case.of(rows, width, experts, inner, routing, parts)
+    there = Case.of(rows, width, experts, inner, routing, parts, device="cuda")
+    x, choice, out = there.run()
+    lists = choice.lists
+    assert lists is not None
+    moved = replace(lists, **{name: getattr(lists, name).cpu() for name in ("count", "entries", "order", "place")})
+    here.check((x.cpu(), replace(choice, ids=choice.ids.cpu(), gates=choice.gates.cpu(), lists=moved), out.cpu()))
+    first = there.run(slice(0, 1))
+    assert first[1].ids.equal(choice.ids[:1])
+    assert first[2].equal(out[:1])
+    there.run(normed=False, shared=False)
 
 
 @pytest.mark.gpu

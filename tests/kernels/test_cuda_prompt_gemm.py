@@ -168,6 +168,31 @@ def test_wgmma_is_compiled_for_sm_90a_alone(monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize(("op", "norm", "rows", "n", "chunks", "sharing"), EVERY_KERNEL)
+def test_gpu_every_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+    products: ModuleType,
+    op: str,
+    norm: bool,
+    rows: int,
+    n: int,
+    chunks: int,
+    sharing: Sharing,
+) -> None:
+    """Small enough for the sanitizer: few CTAs, so that each has several units and its ring goes round."""
+    device = torch.cuda.current_device()
+    if not prompt_launch._device(device).takes:
+        pytest.skip("needs wgmma")
+    prompt_launch.load(device)
+    monkeypatch.setattr(prompt_launch, "_device", lambda device: Device(True, lambda size: 2 // size))
+    case = products.Case(op, rows, n, 32 * chunks, "cuda", norm=norm, sums=norm and chunks > 9)
+    found = case.run(products.KERNEL, override=Override(prompt=sharing))
+    for name, value in case.run(products.KERNEL, override=OLD).items():
+        assert found[name].equal(value), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("op", "norm"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(560, 576), (576, 1536), (1048, 4096), (1048, 14336)])
 def test_gpu_rows_keep_their_bits(

@@ -97,6 +97,38 @@ def test_of_equal_experts_the_lower_id_comes_first(emulator: Any) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("name", ROUTINGS)
+def test_gpu_every_stage(name: str) -> None:
+    """Small enough for the sanitizer: the product, the choice and the lists, together and alone."""
+    experts, routing = ROUTINGS[name]
+    made = torch.Generator().manual_seed(4)
+    x = torch.randn(19, 320, generator=made).bfloat16()
+    weight = (torch.randn(experts, 320, generator=made) * 320**-0.5).bfloat16()
+    bias = torch.randn(experts, generator=made) * 0.3
+    with torch.no_grad():
+        choice = router.choose_experts(x.cuda(), weight.cuda(), bias.cuda(), routing)
+        logits = router.router_logits(x.cuda(), weight.cuda())
+        ids, gates = router.route(logits, bias.cuda(), routing)
+        alone = router.choose_experts(x[4:5].cuda(), weight.cuda(), bias.cuda(), routing)
+        lists = [(tile, router.expert_lists(ids, experts, tile)) for tile in (8, 16)]
+    torch.testing.assert_close(logits.cpu().double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-5)
+    want_ids, want_gates = route_op.route(logits.cpu(), bias, routing)
+    assert (ids.cpu() == want_ids).all(1).float().mean() > 0.9  # an exponential's last bit may turn two experts round
+    assert choice.ids.equal(ids)
+    assert choice.gates.equal(gates)
+    same = (ids.cpu() == want_ids).all(1)
+    torch.testing.assert_close(gates.cpu()[same], want_gates[same], rtol=1e-5, atol=1e-6)
+    assert alone.ids.equal(ids[4:5])
+    for tile, found in lists:
+        want = sorted_lists(ids.cpu(), experts, tile)
+        count = int(want.count[0])
+        assert found.entries.cpu()[:count].equal(want.entries[:count])
+        assert found.order.cpu().equal(want.order)
+        assert found.place.cpu().equal(want.place)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", ROUTINGS)
 def test_gpu_the_router_is_the_twins(name: str) -> None:
     experts, routing = ROUTINGS[name]
     made = torch.Generator().manual_seed(4)

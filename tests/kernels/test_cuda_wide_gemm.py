@@ -161,6 +161,29 @@ def test_more_rows_than_a_launch_takes_are_cut(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("variant", range(len(wide_launch.VARIANTS)))
+@pytest.mark.parametrize("op", range(len(CASES)))
+def test_gpu_every_kernel(monkeypatch: pytest.MonkeyPatch, products: ModuleType, op: int, variant: int) -> None:
+    """Small enough for the sanitizer: a card of one cluster and a ring of three slots, which goes round; two groups of
+    rows (ROWS_16); a last unit that is short, CTAs without one. Each kernel with clusters of 1, 2 and 4, one pair of
+    parts after the other and side by side."""
+    device = torch.cuda.current_device()
+    if not wide_launch._device(device).shared_bytes:
+        pytest.skip("needs clusters")
+    wide_launch.load(device)  # with all the shared memory of a real card
+    (name, norm), kernel = CASES[op], wide_launch.VARIANTS[variant]
+    case = products.Case(name, 29 if kernel is ROWS_16 else kernel.columns - 3, 70, 576, "cuda", norm=norm, sums=norm)
+    pairs = -(-launch.split_k(576, norm)[0] // 2)
+    side_by_side = (op // 3 + variant) % 2 and pairs * kernel.groups <= wide_launch.MAX_WARPS
+    cut = Cut(kernel, 2 if side_by_side else 4, pairs if side_by_side else 1, (1, 2, 4)[(op + variant) % 3])
+    card = Device(4, launch.BARRIER_BYTES + cut.sum_bytes + 3 * cut.slot_bytes, lambda size: 1)
+    expected = case.run(products.KERNEL, override=OLD)
+    monkeypatch.setattr(wide_launch, "_device", lambda device: card)
+    same(case.run(products.KERNEL, override=Override(wide=cut)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize(("op", "norm"), CASES)
 @pytest.mark.parametrize(("n", "k"), [(560, 576), (3600, 4096), (1048, 14336)])
 def test_gpu_rows_keep_their_bits_in_every_cut(

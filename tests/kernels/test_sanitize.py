@@ -34,6 +34,32 @@ RING_WORD = {  # as nvcc 13.0 made it
 }
 
 
+SUMS = """========= Error: Race reported between Write access at experts_stream+0x6360
+=========     and Read access at experts_stream+0x6680 [7152 hazards]
+=========     and Read access at experts_stream+0x6690 [2160 hazards]
+=========
+"""
+SUMS_CODE = {  # of one warp; another adds them up
+    0x6300: "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R8+URZ+0x88], R4 ",
+    0x6350: "STS [R92], R5 ",
+    0x6360: "STS [R92+0x90], R3 ",
+    0x6370: "STS [R92+0x20], R82 ",
+    0x6430: "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R8+URZ+0x80], RZ ",
+    0x64E0: "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R8+URZ+0x80], R7 ",
+    0x65D0: "WARPSYNC.ALL ",
+    0x6680: "LDS R8, [R5+0x480] ",
+    0x6690: "LDS R11, [R5] ",
+}
+ALONE = {  # a cluster's wait, and what stands for it where a CTA is alone, as nvcc 13.0 made it
+    0x3BA0: "UCGABAR_WAIT ",
+    0x3BC0: "UCGABAR_WAIT ",
+    0x3BD0: "CCTL.IVALL ",
+    0x3BE0: "BRA `(.L_x_361) ",
+    0x3BF0: "WARPSYNC.ALL ",
+    0x3C00: "BAR.SYNC.DEFER_BLOCKING 0x0 ",
+}
+
+
 @pytest.fixture(scope="module")
 def sanitize(load_test_module):
     return load_test_module(Path(__file__).parent / "sanitize.py")
@@ -66,10 +92,39 @@ def test_a_word_beside_a_bulk_copy_is_told_apart_by_its_wait_and_arrival(sanitiz
     assert dict(found().aside[sanitize.OF_WORDS]) == {"bulk_0_0_1_2_1_4": 1}
     assert found(x50e0="").counted == 1  # the writer does not wait
     assert found(x5150="").counted == 1  # nor tell anyone
-    assert found(x5140="STS [R21+0x104], R10 ").counted == 1  # another store in between
+    assert found(x5140="LDS R11, [R21+0x104] ").counted == 1  # it reads in between
+    assert found(x5140="STS [R21+0x104], R10 ").counted == 0  # it stores more
+    assert found(x5150="SYNCS.ARRIVE.TRANS64 RZ, [R27+URZ+0x8], R16 ").counted == 1  # tells another than who waits
+    assert found(x50e0="SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R27+URZ], R18 ").counted == 1  # waits for its own word
+    assert found(x50e0="BAR.SYNC.DEFER_BLOCKING 0x0 ").counted == 1
     assert found(x0de0="").counted == 1  # the reader does not wait
     assert found(x0de0="BAR.SYNC 0x0 ").counted == 1
     assert found(x5130="ST.E [R20], R10 ").counted == 1  # not shared memory
+
+
+def test_sums_that_a_warp_hands_on_are_told_apart(sanitize):
+    def found(changed: dict[int, str]):
+        return sanitize.errors_of(
+            "racecheck", SUMS + race(1), lambda _, address: (SUMS_CODE | changed).get(address, "")
+        )
+
+    assert found({}).counted == 0
+    assert dict(found({}).aside[sanitize.OF_WORDS]) == {"experts_stream": 1}
+    assert found({0x6300: ""}).counted == 1
+    assert found({0x6430: SUMS_CODE[0x6430].replace("0x80", "0x90")}).counted == 1
+    assert found({0x64E0: "BAR.SYNC.DEFER_BLOCKING 0x1, R6 "}).counted == 1
+
+
+def test_the_barrier_of_a_cta_that_is_its_own_cluster_is_told_apart(sanitize):
+    def found(words: str, changed: dict[int, str]):
+        more = "========= ERROR SUMMARY: 3 errors\n"
+        return sanitize.errors_of("synccheck", words + more, lambda _, address: (ALONE | changed).get(address, ""))
+
+    words = BARRIER * 3
+    assert found(words, {}).counted == 0
+    assert dict(found(words, {}).aside[sanitize.OF_CLUSTERS]) == {"bulk_0_0_1_1_1_16": 3}
+    assert found(words, {0x3BC0: ""}).counted == 3  # a barrier of the CTA's own
+    assert found(words, {0x3C00: "WARPSYNC.ALL "}).counted == 3  # divergent somewhere else
 
 
 def test_a_kernel_that_is_not_known_is_ours(sanitize):

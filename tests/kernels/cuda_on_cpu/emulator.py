@@ -214,18 +214,19 @@ class WideEmulator(Emulator):
         monkeypatch.setattr(wide_launch, "pdl_enabled", lambda: False)
 
     def _ordered(self, elements: int) -> torch.Tensor:
-        self._elements = elements
-        return torch.full((elements,), torch.nan, dtype=torch.bfloat16)
+        self._x = torch.full((elements,), torch.nan, dtype=torch.bfloat16)
+        return self._x
 
     def run(
         self, epilogue: Epilogue, name: str, grid: int, threads: int, cluster: int, shared_bytes: int, params: Any
     ) -> None:
         common = Params.from_buffer_copy(params.common)
         pieces = (common.tiles, common.K // 32, 64)
-        before = 0 if name.startswith("order") else self.faults  # the launch that ordered x
-        if not name.startswith("order"):  # reads that alone
+        before = 0
+        if not name.startswith("order"):  # reads x as it was ordered, alone and whole
+            before = self.faults + int(self._x.isnan().sum())
             common.x, common.norm_weight = params.x_ordered, 0
-            common.M, common.x_stride = self._elements // common.K, common.K
+            common.M, common.x_stride = len(self._x) // common.K, common.K
         self._run(epilogue, name, grid, threads, cluster, shared_bytes, params, common, pieces)
         self.faults += before
 
