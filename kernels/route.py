@@ -62,9 +62,7 @@ def route(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[t
         from slipstream.kernels.cuda import router
 
         return router.route(logits, bias, routing)
-    # torch's fp32 sigmoid rounds otherwise in whole vectors than in what is left behind the last one, so that a row's
-    # bits would depend on how many rows there are. From fp64 both round to the same.
-    scores = logits.double().sigmoid().float()  # [M, E]
+    scores = _scores(logits)  # [M, E]
     choice = scores + bias
     if routing.groups > 1:
         parts = choice.unflatten(1, (routing.groups, -1))  # [M, E] -> [M, G, E / G]
@@ -73,13 +71,38 @@ def route(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> tuple[t
         mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)  # [M, G]
         choice = parts.masked_fill(~mask[..., None], float("-inf")).flatten(1)  # [M, G, E / G] -> [M, E]
     ids = _first(choice, routing.per_token)  # [M, k]
+    return ids.int(), _weigh(scores, ids, routing)
+
+
+def gates_of(logits: torch.Tensor, ids: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """The weights [M, k] fp32 that `route` gives these experts, whoever chose them.
+
+    Args:
+        logits: [M, E] fp32, from `router_logits`.
+        ids: [M, k] int32, in the order in which they are summed.
+        routing: how they are weighted.
+    """
+    return _weigh(_scores(logits), ids.long(), routing)
+
+
+def _scores(logits: torch.Tensor) -> torch.Tensor:
+    """sigmoid, [M, E] fp32.
+
+    torch's fp32 sigmoid rounds otherwise in whole vectors than in what is left behind the last one, so that a row's
+    bits would depend on how many rows there are. From fp64 both round to the same.
+    """
+    return logits.double().sigmoid().float()
+
+
+def _weigh(scores: torch.Tensor, ids: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """scores [M, E], ids [M, k] int64 -> [M, k]."""
     weights = scores.gather(1, ids)  # [M, k]
     if routing.normalise:
         total = weights[:, :1].clone()  # [M, 1], summed in chosen order
         for place in range(1, weights.shape[1]):
             total += weights[:, place : place + 1]
         weights = weights / (total + _TINY)
-    return ids.int(), weights * routing.scaling
+    return weights * routing.scaling
 
 
 def _first(values: torch.Tensor, count: int) -> torch.Tensor:

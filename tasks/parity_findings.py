@@ -10,9 +10,11 @@ from slipstream.engine.acceptance import AcceptanceCounts, compare
 from slipstream.engine.capture import CapturePlan, slot_name
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.errors import SlipstreamError
-from slipstream.engine.models import TargetModel
+from slipstream.engine.expert_choices import choices_of, following, routers
+from slipstream.engine.models.decoder import Decoder
 from slipstream.engine.runner import capture_states
 from slipstream.engine.trace import RequestTrace
+from slipstream.tasks.agreement_bound import MAX_ERROR_RATIO
 from slipstream.tasks.facts import PARITY
 from slipstream.tasks.parity_acceptance import (
     AcceptanceFindings,
@@ -32,8 +34,8 @@ from slipstream.tasks.parity_draft import (
     in_fp32,
 )
 from slipstream.tasks.parity_draft_causes import name_draft_cause
+from slipstream.tasks.parity_experts import ExpertFindings
 from slipstream.tasks.parity_target import (
-    BF16_ULPS_OF_A_TIE,
     LogitFindings,
     SlotFinding,
     TargetReference,
@@ -44,7 +46,6 @@ from slipstream.tasks.parity_target import (
 TARGET_CONVERSATIONS = 8  # each costs three passes of transformers
 MIN_DIFFERING_ROUNDS = 3  # fewer are rounding, however few rounds there are in all
 REPEATED = "repeated"  # prompts A, B, A one after the other: only their captures are compared
-MAX_ERROR_RATIO = 1.5  # our bf16 error against fp32, as a multiple of that of transformers in bf16
 Progress = Callable[[int, int], None]
 
 
@@ -84,6 +85,7 @@ class ParityFindings:
     """Everything parity measured; `failures` are the sentences that end the run.
 
     diagnoses: slot -> what it really is, of the slots that are wrong.
+    experts: of a target that has some.
     """
 
     slots: list[SlotFinding]
@@ -92,15 +94,16 @@ class ParityFindings:
     acceptance: dict[str, AcceptanceFindings]
     capture: CaptureFindings
     diagnoses: dict[int, Diagnosis]
+    experts: ExpertFindings | None = None
 
     def failures(
         self, *, max_slot_share: float, max_argmax_difference: float, max_tau_gap: float, skip: Collection[str] = ()
     ) -> list[str]:
-        """What is wrong, worst first in the order of cause: capture, target, draft, acceptance.
+        """What is wrong, worst first in the order of cause: experts, capture, target, draft, acceptance.
 
-        skip: checks that are off ("slots", "logits", "drafts", "acceptance"); only tests use it.
+        skip: checks that are off ("experts", "slots", "logits", "drafts", "acceptance"); only tests use it.
         """
-        found: list[str] = []
+        found = self.experts.failures() if self.experts and "experts" not in skip else []
         if "slots" not in skip:
             found += self._slot_failures(max_slot_share)
         if "logits" not in skip:
@@ -145,7 +148,7 @@ class ParityFindings:
         if logits.share > allowed or logits.beyond_tie:
             found.append(
                 f"teacher logits: {logits.describe()}; {logits.describe_bound(max_difference)}, each at a gap of at "
-                f"most {BF16_ULPS_OF_A_TIE} ulps"
+                f"most {logits.tie_ulps:.2g} ulps"
             )
         if logits.own_share > logits.allowed_own_share:
             found.append(
@@ -183,6 +186,7 @@ class ParityFindings:
         """A line for each comparison, for the person watching. max_argmax_difference: what the deployment asks for."""
         lines = [f"{s.describe()}; {self.capture.slots[s.slot].describe()}" for s in self.slots]
         lines += [f"teacher: {self.logits.describe()}", f"teacher: {self.logits.describe_bound(max_argmax_difference)}"]
+        lines += [f"experts: {self.experts.describe()}"] if self.experts else []
         lines.append(self.capture.describe_tokens())
         if self.drafts:
             for name, errors in self.drafts.errors.items():
@@ -246,7 +250,9 @@ class ParityFindings:
                 "own_share": self.logits.own_share,
                 "self_share": self.logits.self_share,
                 "error_ratio": self.logits.error_ratio,
+                "beyond_tie": self.logits.beyond_tie,
             },
+            "experts": asdict(self.experts) if self.experts else None,
             "drafts": drafts,
             "acceptance": {
                 name: {
@@ -264,7 +270,7 @@ class ParityFindings:
 def examine(
     prompts: Sequence[ParityPrompt],
     traces: Sequence[RequestTrace],
-    target: TargetModel,
+    target: Decoder,
     reference: TargetReference,
     networks: Mapping[str, Eagle3Network],
     slots: tuple[int, ...],
@@ -289,17 +295,22 @@ def examine(
     """
     num_layers = target.config.num_layers
     plan = CapturePlan(slots, num_layers)
-    logits = LogitFindings(independent=num_ranks > 1 or target.device.type != "cpu")
+    routed = target.config.experts is not None
+    logits = LogitFindings(num_ranks > 1 or target.device.type != "cpu" or routed, routed=routed)
     captured: dict[int, list[torch.Tensor]] = {}
     wanted: list[list[torch.Tensor]] = [[] for _ in range(num_layers + 1)]
     drafts = DraftFindings(num_steps) if networks and num_steps else None
     exact = {name: in_fp32(network) for name, network in networks.items()}
     acceptance: dict[str, AcceptanceFindings] = {}
     capture = CaptureFindings()
+    experts = ExpertFindings(logits.independent) if routed else None
     drafted: list[tuple[RequestTrace, torch.Tensor]] = []
     for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):
+        choices = _choices(prompt, trace, target)
         if number < TARGET_CONVERSATIONS:
-            expected = reference.run(trace.token_ids[:-1]).cpu()  # to where traces and target are
+            expected = reference.run(trace.token_ids[:-1], choices).cpu()  # to where traces and target are
+            if experts and expected.experts:
+                experts.add(prompt.name, choices, expected.experts, trace.teacher.dtype == torch.bfloat16)
             logits.add(trace, len(prompt.token_ids), target, expected)
             for slot, state in trace_slots(trace, slots, num_layers).items():
                 captured.setdefault(slot, []).append(state)
@@ -308,7 +319,8 @@ def examine(
             if drafts:
                 drafted.append((trace, plan.select(trace.states)))
                 compare_drafts(drafts, trace, exact, networks["export"], drafted[-1][1])
-        eager = _add_capture(capture, prompt, trace, target, plan, plain[number] if plain else None)
+        with following(target, choices):
+            eager = _add_capture(capture, prompt, trace, target, plan, plain[number] if plain else None)
         if drafts and prompt.set != REPEATED:
             _add_acceptance(acceptance, prompt, trace, networks["export"], plan.select(eager), num_steps)
         progress(number + 1, len(prompts))
@@ -318,14 +330,26 @@ def examine(
         bound = max(MAX_ERROR_SERVED, ROUNDING_FACTOR * drafts.errors[ROUNDING][wrong[0] - 1].error)
         drafts.cause = name_draft_cause(exact["export"], drafted, wrong[0], num_steps, bound)
     named = {slot: diagnose(target, rows, slots, num_ranks) for slot, rows in capture.slots.items() if rows.wrong}
-    return ParityFindings(found, logits, drafts, acceptance, capture, {s: d for s, d in named.items() if d})
+    return ParityFindings(found, logits, drafts, acceptance, capture, {s: d for s, d in named.items() if d}, experts)
+
+
+def _choices(prompt: ParityPrompt, trace: RequestTrace, target: Decoder) -> dict[int, torch.Tensor]:
+    """Where the server sent each row, by layer. Raises SlipstreamError where it does not say."""
+    choices, layers = choices_of(trace.states), set(routers(target))
+    if set(choices) != layers:
+        raise SlipstreamError(
+            f"the trace of {prompt.name} has experts of {len(choices)} layers",
+            expected=f"those of the {len(layers)} layers of the target that have some",
+            do="start the server with --diagnostics, of this very version",
+        )
+    return choices
 
 
 def _add_capture(
     capture: CaptureFindings,
     prompt: ParityPrompt,
     trace: RequestTrace,
-    target: TargetModel,
+    target: Decoder,
     plan: CapturePlan,
     plain: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from slipstream.engine.drafts.eagle3.layer_ids import family_of
 from slipstream.engine.drafts.eagle3.network import Eagle3Network
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, Request
+from slipstream.engine.expert_choices import record_choices
 from slipstream.engine.files import sha256_file
 from slipstream.engine.handover import Difference, TargetIdentity, identity_differences, refuse
 from slipstream.engine.inject import inject
@@ -113,6 +114,8 @@ def build_engine(
     phase("allocating the KV cache")
     agreement = RankAgreement(parallel, compare_states="F5" not in skip) if parallel.size > 1 else None
     engine = Engine(target, config, proposer, options.capture_slots, agreement)
+    if options.diagnostics:
+        record_choices(target)
     inject(engine, parse_injections(options.inject))
     phase("probing row invariance")
     invariance = probe_model(target, proposer.network if proposer else None)

@@ -20,7 +20,8 @@ class EngineOptions:
 
     draft: None at num_steps = 0. threads: of torch, on each rank; None is its default, and for several ranks an equal
     share of the cores. capture_slots: slots that traces hold beside the draft's. inject: faults that are put in on
-    purpose, as engine.injection reads them. tensor_parallel_size: ranks that share every layer. device: auto (the card
+    purpose, as engine.injection reads them. diagnostics: traces are asked for, so that passes that capture states tell
+    whom routed rows went to, too. tensor_parallel_size: ranks that share every layer. device: auto (the card
     where there is one), cpu or cuda. choose_steps: each round's K from 0..num_steps, by what pays.
     """
 
@@ -35,6 +36,7 @@ class EngineOptions:
     threads: int | None = None
     capture_slots: tuple[int, ...] = ()
     inject: tuple[str, ...] = ()
+    diagnostics: bool = False
     tensor_parallel_size: int = 1
     device: str = "auto"
     choose_steps: bool = False

@@ -131,6 +131,7 @@ def engine_options(options: argparse.Namespace) -> EngineOptions:
         dtype=options.dtype,
         threads=options.threads,
         capture_slots=capture,
+        diagnostics=options.diagnostics,
         inject=tuple(options.inject),
         tensor_parallel_size=options.tensor_parallel_size,
         device=options.device,

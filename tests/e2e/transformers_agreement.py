@@ -27,9 +27,9 @@ from slipstream.engine.engine import Engine, EngineConfig
 from slipstream.engine.loader import load_target
 from slipstream.engine.models import TargetModel
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.tasks.agreement_bound import MAX_ERROR_RATIO
 from slipstream.tasks.bench_prompts import benchmark_prompts
-from slipstream.tasks.parity_findings import MAX_ERROR_RATIO
-from slipstream.tasks.parity_target import BF16_ULPS_OF_A_TIE, LogitFindings, TargetReference
+from slipstream.tasks.parity_target import LogitFindings, TargetReference
 
 MAX_DIFFERENCE = 0.005
 
@@ -84,7 +84,9 @@ def failures(findings: LogitFindings) -> list[str]:
             f"transformers in bf16 at {findings.reference_share:.2%}"
         )
     if findings.beyond_tie:
-        found.append(f"{findings.beyond_tie} argmax differences have a gap of more than {BF16_ULPS_OF_A_TIE} bf16 ulps")
+        found.append(
+            f"{findings.beyond_tie} argmax differences have a gap of more than {findings.tie_ulps:.2g} bf16 ulps"
+        )
     if findings.error_ratio > MAX_ERROR_RATIO:
         found.append(f"the error against fp32 is {findings.error_ratio:.2f} x that of transformers in bf16")
     if findings.served_differ or findings.tokens_differ:
