@@ -78,7 +78,7 @@ def check_embedding(network: Eagle3Network, embedding: torch.Tensor) -> None:
         raise SlipstreamError(
             f"the draft's embedding {list(own.shape)} is not the target's {list(embedding.shape)}",
             expected="the target's, which training keeps frozen; engines share it between the two",
-            do="train again from this target",
+            do="train again from this target; one in float32 that is served so needs training.dtype: float32, too",
             fault="F8",
         )
 

@@ -151,7 +151,8 @@ def _failed(host: Host, ended: JobStatus, heard: _Heard) -> FarStageFailed:
     how = f"{ended.state}{': ' + ended.why if ended.why else ''}, exit code {ended.exit_code}"
     last = "\n".join(heard.other[-15:]) or "none"
     words = f"the stage's job ended without a word {where}: {how}. Its last lines:\n{last}"
-    return FarStageFailed(words, exit_code=code, do="give the same command again: finished work is kept", fault="")
+    do = "give the same command again: finished work is kept; where Slipstream has changed here, provision it first"
+    return FarStageFailed(words, exit_code=code, do=do, fault="")
 
 
 def environment_python(host: Host) -> str:

@@ -19,3 +19,9 @@ def lossless(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
 def agreement(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
     """tests/e2e/transformers_agreement.py."""
     return load_test_module(_HERE / "transformers_agreement.py")
+
+
+@pytest.fixture(scope="session")
+def worlds(load_test_module: Callable[[Path], ModuleType]) -> ModuleType:
+    """tests/e2e/world.py."""
+    return load_test_module(_HERE / "world.py")
