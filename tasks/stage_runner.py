@@ -50,6 +50,7 @@ class _Far:
 
         if not is_registered(stage):
             refuse_far_host(self._deployment, f"a stage {stage.name} that was changed here")
+        together = self._deployment.training.hosts == "all" and bool(self._deployment.host.more)
         if stage.name in ENDS_STAGES:
 
             def say(text: str) -> None:
@@ -60,6 +61,14 @@ class _Far:
                 from slipstream.tasks.hosts.fleet import stop_shares
 
                 stop_shares(self._deployment, self._workdir, say)
+            if together:
+                from slipstream.tasks.hosts.far_training import stop_nodes
+
+                stop_nodes(self._deployment, self._workdir, say)
+        if stage.name == "train" and together:
+            from slipstream.tasks.hosts.far_training import train_over_hosts
+
+            return train_over_hosts(self._host, self._deployment, self._workdir, self._reporter, force=self._force)
         return run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
 
     def look(self, names: Sequence[str]) -> list[StageLook]:

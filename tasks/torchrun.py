@@ -29,18 +29,11 @@ class Meeting:
     Args:
         address, port: of the first host.
         nodes: hosts in all.
-        parts: shards of the store that each host after the first holds, by name; the first holds all.
     """
 
     address: str
     port: int
     nodes: int
-    parts: tuple[tuple[str, ...], ...]
-
-    @classmethod
-    def of(cls, value: dict[str, Any]) -> "Meeting":
-        """From JSON."""
-        return cls(**{**value, "parts": tuple(tuple(part) for part in value["parts"])})
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class Launch:
         node: the number of this host; `meeting` is None where it is alone.
         store: directory of the hidden states, or of this host's part of them.
         threads: of torch, for each rank; None: torch's choice for a card, one for a CPU.
-        stage: what rank 0 needs to run the stage (`train_rank.Stage`); None on other hosts.
+        stage: file with what rank 0 needs to run the stage (`train_rank.Stage`), as JSON; None on other hosts.
     """
 
     processes: int | str
@@ -61,7 +54,7 @@ class Launch:
     meeting: Meeting | None
     store: str
     threads: int | None
-    stage: dict[str, Any] | None
+    stage: str | None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -70,7 +63,7 @@ class Launch:
     def of(cls, value: dict[str, Any]) -> "Launch":
         """From JSON."""
         meeting = value["meeting"]
-        return cls(**{**value, "meeting": None if meeting is None else Meeting.of(meeting)})
+        return cls(**{**value, "meeting": None if meeting is None else Meeting(**meeting)})
 
 
 def processes_here(asked: int | str, device: str) -> int:

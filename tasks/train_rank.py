@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream.configs.schema import Deployment
 from slipstream.engine.capture import CapturePlan
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.hidden_store import HiddenStateStore
@@ -27,10 +26,7 @@ from slipstream.engine.training.follow import follow
 from slipstream.engine.training.ranks import Ranks
 from slipstream.engine.training.store_source import StoreSource
 from slipstream.kernels.all_gather import PeerLost
-from slipstream.tasks import train
-from slipstream.tasks.reporting import JsonLinesReporter
-from slipstream.tasks.stage import StageContext
-from slipstream.tasks.torchrun import Launch, Meeting, tell, words_of
+from slipstream.tasks.torchrun import Launch, tell, words_of
 from slipstream.tasks.train_words import EXIT_PEER_LOST
 
 # Longest wait for a peer: rank 0 checks its inputs before the first exchange, and evaluates between two.
@@ -40,13 +36,20 @@ CULPRIT_SECONDS = 1.0  # torchrun looks for it before it sees us
 
 @dataclass(frozen=True)
 class Stage:
-    """What rank 0 needs to run the stage. Args: deployment: as JSON; the rest: as of `StageContext` and `train.run`."""
+    """What rank 0 needs to run the stage.
+
+    Args:
+        deployment: as JSON.
+        workdir, out, resumed, skip: as of `StageContext` and `train.run`.
+        parts: shards of the store that each host after the first holds, by name; the first holds all.
+    """
 
     deployment: dict[str, Any]
     workdir: str
     out: str
     resumed: bool
     skip: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -86,7 +89,16 @@ def run(launch: Launch, rank: int, size: int) -> None:
         follow(ranks, source_of, device)
         return
     assert launch.stage is not None  # rank 0 is on the first host
-    stage = Stage(**launch.stage)
+    lead(Stage(**json.loads(Path(launch.stage).read_text())), store, ranks, device)
+
+
+def lead(stage: Stage, store: HiddenStateStore, ranks: Ranks, device: torch.device) -> None:
+    """Runs the stage, as rank 0 does, and tells its figures."""
+    from slipstream.configs.schema import Deployment  # here: other ranks do without all that a stage needs
+    from slipstream.tasks import train
+    from slipstream.tasks.reporting import JsonLinesReporter
+    from slipstream.tasks.stage import StageContext
+
     context = StageContext(
         train.STAGE,
         Deployment(**stage.deployment),
@@ -95,7 +107,7 @@ def run(launch: Launch, rank: int, size: int) -> None:
         JsonLinesReporter(sys.stdout),
         resumed=stage.resumed,
     )
-    holders = None if launch.meeting is None else holders_of(store, launch.meeting)
+    holders = holders_of(store, stage.parts) if stage.parts else None
     tell("result", figures=train.train(context, device, ranks, holders, skip=stage.skip))
 
 
@@ -116,11 +128,11 @@ def join(launch: Launch, rank: int, size: int) -> Ranks:
     return Ranks(rank, size, tuple(int(node) for node in nodes), dist.group.WORLD)
 
 
-def holders_of(store: HiddenStateStore, meeting: Meeting) -> list[list[int]]:
-    """The hosts that hold each training conversation of the store."""
-    parts = [set(part) for part in meeting.parts]
+def holders_of(store: HiddenStateStore, parts: Sequence[Sequence[str]]) -> list[list[int]]:
+    """The hosts that hold each training conversation of the store. Args: parts: as `Stage`'s."""
+    held = [set(part) for part in parts]
     shards = [store.entry(name).shard for name in store.conversation_ids("train")]
-    return [[0, *(node for node, part in enumerate(parts, start=1) if shard in part)] for shard in shards]
+    return [[0, *(node for node, part in enumerate(held, start=1) if shard in part)] for shard in shards]
 
 
 def _interface_towards(address: str) -> str:

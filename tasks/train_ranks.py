@@ -1,8 +1,10 @@
 """The train stage over several processes: starts this host's ranks, tells what rank 0 tells, and ends them all."""
 
 import os
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,28 +13,32 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.files import read_json
-from slipstream.tasks.extract import STORE
+from slipstream.tasks.manifest import write_json
 from slipstream.tasks.proc_stat import process_start_time
 from slipstream.tasks.process import NEUTRAL_DIRECTORY, POLL_SECONDS
+from slipstream.tasks.shares import STORE
 from slipstream.tasks.stage import StageContext
 from slipstream.tasks.torchrun import Launch, Meeting
 from slipstream.tasks.train_words import Heard
 
-MEETING = "TRAINING_MEETING"  # variable: the file that says where this host meets the others; unset: it is alone
+# Variable: the file that says where this host meets others that train (`Meeting`, and `parts` of `train_rank.Stage`).
+# Unset: it trains alone.
+MEETING = "TRAINING_MEETING"
 STOP_SECONDS = 20.0
 GONE_SECONDS = 10.0
 
 
-def meeting_here() -> Meeting | None:
-    """Where the ranks of several hosts meet, on the first of them; None where this host trains alone."""
+def meeting_here() -> dict[str, Any] | None:
+    """What the file that MEETING names says, on the first of several hosts; None where this one trains alone."""
     path = os.environ.get(MEETING)
     if path is None:
         return None
-    return Meeting.of(read_json(Path(path), expected="where the hosts meet", do="run the train stage again"))
+    said: dict[str, Any] = read_json(Path(path), expected="where hosts meet", do="run the train stage again")
+    return said
 
 
 def train_by_ranks(
-    context: StageContext, processes: int, device: str, meeting: Meeting | None, skip: Collection[str]
+    context: StageContext, processes: int, device: str, meeting: dict[str, Any] | None, skip: Collection[str]
 ) -> dict[str, Any]:
     """Runs the stage in this host's ranks, to their end. Returns its figures.
 
@@ -40,37 +46,57 @@ def train_by_ranks(
         context: of the stage.
         processes: ranks of this host.
         device: `cpu` or `cuda`.
-        meeting: of the ranks of several hosts.
+        meeting: as `meeting_here` says.
         skip: as `train.run`.
 
     Raises what rank 0 raised, and SlipstreamError that names the first rank that ended; then all others have ended too,
     also when this is interrupted.
     """
     config = context.config
-    threads = config.host.threads
-    launch = Launch(
-        processes,
-        device,
-        node=0,
-        meeting=meeting,
-        store=str(context.input("extract") / STORE),
-        threads=None if threads is None else max(1, threads // processes),
-        stage={
-            "deployment": config.model_dump(mode="json"),
-            "workdir": str(context.workdir),
-            "out": str(context.out),
-            "resumed": context.resumed,
-            "skip": sorted(skip),
-        },
-    )
+    said = meeting or {"parts": ()}
+    stage = {
+        "deployment": config.model_dump(mode="json"),
+        "workdir": str(context.workdir),
+        "out": str(context.out),
+        "resumed": context.resumed,
+        "skip": sorted(skip),
+        "parts": said["parts"],
+    }
+    where = None if meeting is None else Meeting(**{key: value for key, value in meeting.items() if key != "parts"})
+    if where is not None:
+        _check_port(where.port)
     heard = Heard(context.reporter)
-    with _torchrun(launch, heard) as lines:
-        for line in lines:
-            if not heard.line(line):
-                print(line, end="", file=sys.stderr, flush=True)  # for the log
+    with tempfile.TemporaryDirectory(prefix="slipstream-train-") as folder:
+        path = Path(folder) / "stage.json"
+        write_json(path, stage)
+        store, threads = str(context.input("extract") / STORE), threads_of(config.host.threads, processes)
+        with _torchrun(Launch(processes, device, 0, where, store, threads, str(path)), heard) as lines:
+            for line in lines:
+                if not heard.line(line):
+                    print(line, end="", file=sys.stderr, flush=True)  # for the log
     if heard.figures is None:
         raise heard.error()
     return heard.figures
+
+
+def threads_of(threads: int | None, processes: int) -> int | None:
+    """Threads of each rank. Args: threads: `host.threads`."""
+    return None if threads is None else max(1, threads // processes)
+
+
+def _check_port(port: int) -> None:
+    """Raises SlipstreamError where somebody listens at the port that the other hosts will come to."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's: what has ended holds nothing
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise SlipstreamError(
+                f"port {port} of this host, at which the ranks of all hosts shall meet, cannot be had: {error}",
+                expected="a free port",
+                do="set training.rendezvous_port to another one, or see who listens: `ss -ltnp`",
+                runbook="left-over-server.md",
+            ) from error
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.proc_stat import process_start_time
 from slipstream.tasks.reporting import Reporter
 
+LOST_OTHERS = "lost the ranks of another host while it trained"
 EXIT_PEER_LOST = 4  # of a rank that ended because another one did
 LAST_LINES = 30
 STAGE = "train"
@@ -80,7 +81,7 @@ class Heard:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             return self._of_rank(ended["rank"], f"{how} while it trained")
         if self._ended:
-            return self._of_rank(self._ended[0]["rank"], "lost the ranks of another host while it trained")
+            return self._of_rank(self._ended[0]["rank"], LOST_OTHERS)
         last = "\n".join(self.other[-15:]) or "none"
         return SlipstreamError(
             f"torchrun ended without a word{self._where}; its last lines:\n{last}",

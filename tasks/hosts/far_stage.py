@@ -10,7 +10,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +55,7 @@ def run_far_stage(
     *,
     force: bool = False,
     lock_folder: str = LOCK_FOLDER,
+    env: Mapping[str, str] | None = None,
 ) -> StageResult:
     """Runs a stage on the host, or finds it running there, and follows it to its end.
 
@@ -66,6 +67,7 @@ def run_far_stage(
         reporter: told what the stage tells there.
         force: repeat what is done.
         lock_folder: of the host's locks.
+        env: variables of the stage there.
 
     Raises FarStageFailed with the stage's own words, and HostUnreachable; in the latter case the job goes on.
     """
@@ -75,9 +77,10 @@ def run_far_stage(
     config = send_deployment(host, deployment, base, name)
     command = (python, "-P", "-m", "slipstream.flows.cli", "stage", stage, config, "--json")
     job = Job(
-        f"{name}-{stage}",
+        stage_job(name, stage),
         (*command, "--force") if force else command,
-        owner=f"{getpass.getuser()}@{socket.gethostname()}:{name}",
+        env=env or {},
+        owner=owner_of(name),
         locks=() if stage in WITHOUT_GPUS else (GPU_LOCK,),
         lock_folder=lock_folder,
     )
@@ -109,6 +112,16 @@ def stop_far_stages(host: Host, workdir: Path, say: Callable[[str], None]) -> No
 def run_name(workdir: Path) -> str:
     """The name of a run on a host, and the first part of its jobs' names: that of its working directory here."""
     return re.sub(r"[^a-z0-9._-]", "-", workdir.name.lower()).lstrip("._-")[:40] or "default"
+
+
+def stage_job(run: str, stage: str) -> str:
+    """The name of a stage's job. Args: run: the run's name on the host."""
+    return f"{run}-{stage}"
+
+
+def owner_of(run: str) -> str:
+    """Whose jobs a run's are: they share the host's locks. Args: run: its name on the host."""
+    return f"{getpass.getuser()}@{socket.gethostname()}:{run}"
 
 
 class _Heard:

@@ -13,7 +13,16 @@ import pytest
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import process
-from slipstream.tasks.process import ProcessIdentity, group_members, is_alive, read_record, start_detached, stop_group
+from slipstream.tasks.process import (
+    STATE_SUFFIX,
+    ProcessIdentity,
+    group_members,
+    is_alive,
+    our_processes,
+    read_record,
+    start_detached,
+    stop_group,
+)
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 # A parent with a child that ignores SIGTERM; the parent prints the child's pid.
@@ -112,6 +121,20 @@ def test_a_member_that_left_the_group_but_not_the_session_is_found(start):
     wait_for(lambda: os.getpgid(child) == child)
     stop_group(detached.identity, drain_seconds=5)
     assert gone(child)
+
+
+def test_a_descendant_with_a_session_of_its_own_is_ours(tmp_path):
+    """As torchrun starts its ranks; they end with it, so no group has to hold them."""
+    code = "import os, time; p = os.fork(); os.setsid() if p == 0 else print(p, flush=True); time.sleep(600)"
+    state, log = tmp_path / f"x{STATE_SUFFIX}", tmp_path / "x.log"
+    detached = start_detached([sys.executable, "-c", code], log=log, state_file=state)
+    wait_for(lambda: log.read_text().strip())
+    child = int(log.read_text())
+    wait_for(lambda: os.getsid(child) == child)
+    assert our_processes(tmp_path) == {detached.identity.pid, child}
+    os.kill(child, signal.SIGKILL)
+    stop_group(detached.identity, drain_seconds=0)
+    assert our_processes(tmp_path) == set()
 
 
 @pytest.mark.parametrize("change", [{"start_time": 1}, {"boot_id": "another boot"}], ids=["pid reused", "rebooted"])

@@ -82,6 +82,7 @@ def machine_class(ssh_tools):
             self.disk, self._size, self._home = folder / "disk", disk, home
             self.disk.mkdir(parents=True)
             self._boot = folder / "boot_id"
+            self._cables: list[str] = []  # our ends of those to other hosts
             self._plug()
             super().__init__(folder, *lines)
 
@@ -103,13 +104,30 @@ def machine_class(ssh_tools):
             own = ["--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child=KILL", "--mount-proc"]
             return ["ip", "netns", "exec", self.name, "unshare", *own, *first, LOCK_FOLDER, *command]
 
+        def cable_to(self, other: "Machine") -> tuple[str, str]:
+            """Another cable, to a host of this kind, for what hosts say to each other. Returns both addresses on it."""
+            network = f"10.{64 + os.getpid() % 190}.{100 + self.number}"
+            ends = [(self, f"sc{os.getpid()}n{self.number}", 1), (other, f"sc{os.getpid()}n{other.number}", 2)]
+            (one, name, _), (two, peer, _) = ends
+            ip("link", "add", name, "netns", one.name, "type", "veth", "peer", "name", peer, "netns", two.name)
+            for host, end, last in ends:
+                ip("-n", host.name, "addr", "add", f"{network}.{last}/30", "dev", end)
+                ip("-n", host.name, "link", "set", end, "up")
+                host._cables.append(end)
+            return f"{network}.1", f"{network}.2"
+
         def unplug(self) -> None:
-            """Pulls the cable: nothing arrives on either side any more, and nobody is told."""
-            ip("link", "set", self.near, "down")
+            """Pulls the cables: nothing arrives on either side any more, and nobody is told."""
+            self._set_cables("down")
 
         def plug(self) -> None:
-            """Puts the cable back in."""
-            ip("link", "set", self.near, "up")
+            """Puts the cables back in."""
+            self._set_cables("up")
+
+        def _set_cables(self, state: str) -> None:
+            ip("link", "set", self.near, state)
+            for end in self._cables:
+                ip("-n", self.name, "link", "set", end, state)
 
         def power_off(self) -> None:
             """Ends every process there at once. Nobody is told: the cable is pulled first."""
