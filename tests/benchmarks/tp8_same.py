@@ -20,6 +20,7 @@ from slipstream.engine.bench.sizes import LatentSize
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.sequence import Request
+from slipstream.kernels.all_gather import all_gather
 
 TOLD = 4  # differences that are told of a case
 
@@ -119,7 +120,7 @@ def same_part(run: Run) -> None:
     config = replace(small_kimi(config) if rehearse else config, bos_token_id=0, eos_token_ids=())
     name = f"kimi, {args.layers} layers" + (f", a rank of {args.share} alone" if alone else "")
     models = Models(run, LatentSize.of(name, config))
-    new, answers, prompt = 10 if rehearse else NEW, list[list[int]](), list[int]()
+    new, answers, prompt, plain = 10 if rehearse else NEW, list[list[int]](), list[int](), None
     for num_steps, batches in ((0, (1, 4)), (3, (1,))):
         steps, proposer = Steps(), None
         if num_steps:
@@ -133,68 +134,99 @@ def same_part(run: Run) -> None:
                 differ = sum(a != b for a, b in zip(tokens[0], answers[0], strict=True))
                 run.row(f"{name}: tokens that differ from K = 0", differ, f"of {new}", 0.0, k=num_steps)
             elif batch == 1:
-                answers, prompt = tokens, prompts_of(engine, 1, PROMPT)[0]
+                answers, prompt, plain = tokens, prompts_of(engine, 1, PROMPT)[0], Answer.of(engine, new)
         steps.stop()
-        if num_steps:  # as served: launches stay out, and nothing is read between them
-            for number in range(args.captures):
-                flying = models.engine(num_steps, proposer, graphs=True)
+        if plain and num_steps:  # as served: launches stay out, and nothing is read between them
+            for number in range(args.captures):  # one and three graphs of rounds, with and without garbage in them
+                flying = models.engine(num_steps, proposer, most=(1, 4)[number // 2 % 2], graphs=True)
                 if run.device == "cuda":
                     poison_free_memory()
                 if number % 2:
                     poison_every_launch(flying)
-                in_flight(run, name, flying, new, answers[0], max(2, args.runs // args.captures))
+                in_flight(run, name, flying, new, plain, max(2, args.runs // args.captures))
                 del flying
                 free(run.device)
         free(run.device)
 
 
-def in_flight(run: Run, name: str, engine: Engine, new: int, right: list[int], runs: int) -> None:
-    """The same request again and again: tokens, and the cache's cells of all layers, against those of the first run."""
-    blocks: list[list[int]] = []
-    admit = engine.scheduler.admit
+@dataclass
+class Answer:
+    """One request's answer, and the cells of all its positions but the last: [layers, n, cell] as 16-bit words."""
 
-    def admitted() -> Any:
-        found = admit()
-        blocks.extend(list(sequence.blocks) for sequence in found)
-        return found
+    tokens: list[int]
+    cells: torch.Tensor
 
-    engine.scheduler.admit = admitted  # type: ignore[method-assign]
-    prompts, params, first, deviating, told = prompts_of(engine, 1, PROMPT), params_of(1, new, 1.0), None, 0, 0
-    for number in range(runs):
+    @staticmethod
+    def of(engine: Engine, new: int) -> "Answer":
+        blocks: list[int] = []
+        admit = engine.scheduler.admit
+
+        def admitted() -> Any:
+            found = admit()
+            for sequence in found:
+                blocks.extend(sequence.blocks)
+            return found
+
+        engine.scheduler.admit = admitted  # type: ignore[method-assign]
         poison(engine)
-        (answer,) = engine.generate(prompts, params)
-        cells = engine.runner.cache.read(blocks[-1], PROMPT + new - 1).view(torch.int16)  # [layers, n, cell]
-        first = cells if first is None else first
-        differ = (cells != first).any(-1).nonzero()  # [(layer, position)]
-        deviating += bool(len(differ)) or answer.token_ids != right
-        if len(differ) and told < TOLD:
-            told += 1
+        (answer,) = engine.generate(prompts_of(engine, 1, PROMPT), params_of(1, new, 1.0))
+        engine.scheduler.admit = admit  # type: ignore[method-assign]
+        return Answer(answer.token_ids, engine.runner.cache.read(blocks, PROMPT + new - 1).view(torch.int16))
+
+    def unlike(self, right: "Answer") -> str:
+        """Where it goes astray first, "" where nowhere."""
+        differ = (self.cells != right.cells).any(-1).nonzero()  # [(layer, position)]
+        wrong = [i for i, (a, b) in enumerate(zip(self.tokens, right.tokens, strict=True)) if a != b]
+        said = [f"{len(wrong)} tokens differ, number {wrong[0]} is the first"] if wrong else []
+        if len(differ):
             position = int(differ[:, 1].min())
             layer = int(differ[differ[:, 1] == position, 0].min())
-            what = f"position {position} is the first, and there the cell of layer {layer}"
+            said.append(f"position {position} is the first, and there the cell of layer {layer}")
+        return "; ".join(said)
+
+
+def in_flight(run: Run, name: str, engine: Engine, new: int, right: Answer, runs: int) -> None:
+    """The same request again and again: tokens, and the cache's cells of all layers, against those of K = 0."""
+    deviating, told = 0, 0
+    for number in range(runs):
+        what = Answer.of(engine, new).unlike(right)
+        deviating += bool(what)
+        if what and told < TOLD:
+            told += 1
             print(
                 f"rank {run.parallel.rank}: run {number} in flight, K = {engine.config.num_steps}: {what}", flush=True
             )
-    case = f"{name}, launches in flight: runs that are not the first, or K = 0"
-    run.row(case, deviating, f"of {runs}", 0.0, k=engine.config.num_steps)
+    case = f"{name}, launches in flight: runs that are not K = 0's"
+    run.row(case, on_any_rank(run, deviating), f"of {runs}", 0.0, k=engine.config.num_steps)
+
+
+def on_any_rank(run: Run, count: int) -> int:
+    """The largest of all ranks' counts."""
+    parallel = run.parallel
+    if parallel.size == 1:
+        return count
+    return max(int(one) for one in all_gather(torch.tensor([count]), [1] * parallel.size, parallel.group))
 
 
 def repeated(run: Run, name: str, engine: Engine, batch: int, new: int, steps: Steps, runs: int) -> list[list[int]]:
     """Runs the same again and again; the tokens of the first run."""
-    # Of the first run after the start only the tokens count: it fills what later ones find in rows that nobody needs.
-    very_first, _ = one_run(engine, batch, new, steps)
+    k = engine.config.num_steps
+    very_first, at_first = one_run(engine, batch, new, steps)
     first, right = one_run(engine, batch, new, steps)
-    deviating, told, rounds = int(very_first != first), 0, 0
-    for number in range(1, runs):
-        tokens, left = one_run(engine, batch, new, steps)
+    # Of the first run behind the start not the rounds in which requests join, which run smaller batches, nor the last
+    # ones: in their rows that nobody needs lies what was there.
+    deviating, told, rounds = 0, 0, 0
+    for number in range(runs):
+        tokens, left = (very_first, at_first) if number == 0 else one_run(engine, batch, new, steps)
         rounds += len(left)
-        wrong = [i for i, (a, b) in enumerate(zip(left, right, strict=False)) if not torch.equal(a, b)]
+        told_of = range(batch - 1, len(left) - k) if number == 0 else range(len(left))
+        wrong = [i for i in told_of if i < len(right) and not torch.equal(left[i], right[i])]
         deviating += bool(wrong) or tokens != first
         if wrong and told < TOLD:
             told += 1
             at = steps.where(batch, left[wrong[0]] != right[wrong[0]])
-            k = engine.config.num_steps
             print(f"rank {run.parallel.rank}: run {number}, K = {k}, batch {batch}, round {wrong[0]}: {at}", flush=True)
-    k, note = engine.config.num_steps, f"{rounds} rounds of {runs} runs; {engine.compiles_after_ready} compiles"
-    run.row(f"{name}: runs that are not the first", deviating, f"of {runs}", 0.0, batch=batch, k=k, note=note)
+    note = f"{rounds} rounds of {runs} runs; {engine.compiles_after_ready} compiles"
+    count = on_any_rank(run, deviating)
+    run.row(f"{name}: runs that are not the first", count, f"of {runs}", 0.0, batch=batch, k=k, note=note)
     return first
