@@ -31,7 +31,7 @@ def poison(engine: Engine) -> None:
     assert not engine.has_work
     runner = engine.runner
     table, vocab, free = runner.table, engine.target.config.vocab_size, slice(0, runner.table.dummy_slot)
-    with engine.steps.context(), torch.no_grad():
+    with engine.steps.context(), torch.inference_mode():  # attention's workspace may be of any mode
         for cells in _cells(engine):
             cells.fill_(CELL)
             cells.view(-1)[1::3] = -CELL
