@@ -294,8 +294,12 @@ def _target_words(facts: Facts) -> str:
     parameters = derived.target_parameters(target)
     return (
         f"{target.architecture}: {target.num_layers} layers x {target.hidden_size}, vocabulary {target.vocab_size}, "
-        f"{target.max_position} positions, {parameters / 1e6:.0f} M parameters"
+        f"{target.max_position} positions, {_count_words(parameters)} parameters"
     )
+
+
+def _count_words(parameters: int) -> str:
+    return f"{parameters / 1e9:.1f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.0f} M"
 
 
 def _draft_positions_words(facts: Facts) -> str:
@@ -305,11 +309,14 @@ def _draft_positions_words(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Room:
-    """Need and supply of one disk or of the memory, in bytes. `needed` is None while the target is unknown."""
+    """Need and supply of one disk or of the memory, in bytes.
+
+    `needed` is None while the target is unknown, `free` on a far host: a plan does not look there.
+    """
 
     what: str
     needed: int | None
-    free: int
+    free: int | None
 
 
 def room(plan: Plan) -> list[Room]:
@@ -319,6 +326,12 @@ def room(plan: Plan) -> list[Room]:
     costed = [plan.costs[name] for name in plan.needed if name in plan.costs]
     known = any(cost.disk_bytes or cost.memory_bytes for cost in plan.costs.values()) or not plan.needed
     most = max((cost.memory_bytes for cost in costed), default=0)
+    host = plan.loaded.deployment.host
+    if host.kind != "local":
+        return [
+            Room(f"disk of {host.address}", disk_needed(plan.facts) if known else None, None),
+            Room(f"memory of {host.address}, largest stage", most if known else None, None),
+        ]
     place = existing_parent(plan.facts.workdir)
     return [
         Room(f"disk of {place}", disk_needed(plan.facts) if known else None, shutil.disk_usage(place).free),

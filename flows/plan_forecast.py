@@ -38,7 +38,7 @@ def floor_rows(facts: Facts) -> Iterator[Row]:
         best, accepted = best_at_floor(found, length, steps)
         plain = found[0].tokens_per_second(1.0)
         gain, tried = best.tokens_per_second(accepted) / plain, f"{best.num_steps} of 0 to {found[-1].num_steps}"
-        words = f"{tried}: {gain:.2f} x K = 0 ({plain:.0f} tokens/s)"
+        words = f"{tried}: {gain:.2f} times the {plain:.0f} tokens/s of K = 0"
         yield "best K at the floor", words, f"length {length} of {what} ({how}); an upper bound"
 
 

@@ -145,10 +145,12 @@ def _stages(plan: Plan) -> Table:
             _bytes(cost.disk_bytes if cost else None) if needed else "-",
             _bytes(cost.memory_bytes if cost else None) if needed else "-",
         )
-    known = [plan.costs[name].seconds or 0.0 for name in plan.needed if name in plan.costs]
-    if known:
+    seconds = [plan.costs[name].seconds for name in plan.needed if name in plan.costs]
+    known = [one for one in seconds if one is not None]
+    if seconds:
         table.add_section()
-        table.add_row("together", "", "", seconds_words(Cost(sum(known), 0, 0)), "", "")
+        total = Cost(sum(known) if len(known) == len(seconds) else None, 0, 0)
+        table.add_row("together", "", "", seconds_words(total), "", "")
     return table
 
 
@@ -156,8 +158,9 @@ def _room(plan: Plan) -> Table:
     table = plain_table("Room", "what", "needed (estimate)", "free")
     for row in room(plan):
         needed = "unknown until resolve" if row.needed is None else human_bytes(row.needed)
-        short = row.needed is not None and row.needed > row.free
-        table.add_row(row.what, needed, Text(human_bytes(row.free), "red" if short else ""))
+        short = row.needed is not None and row.free is not None and row.needed > row.free
+        free = "not looked at" if row.free is None else human_bytes(row.free)
+        table.add_row(row.what, needed, Text(free, "red" if short else ""))
     return table
 
 

@@ -8,11 +8,14 @@ import psutil
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.contradictions import Check, Finding
+from slipstream.tasks.derived import BYTES
 from slipstream.tasks.estimates import costs
 from slipstream.tasks.facts import HOLDOUT, Facts, prompts_path
 from slipstream.tasks.ports import port_holders, port_is_free
 from slipstream.tasks.process import our_processes
 from slipstream.tasks.prompts import held_out_count, load_prompts
+from slipstream.tasks.rank_memory import GIB
+from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 
 def human_bytes(number: float) -> str:
@@ -165,11 +168,32 @@ def _target_there(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _whole_target(facts: Facts) -> Iterator[Finding]:
+    """The stages beside the server know no tensor parallelism: each holds the whole target."""
+    deployment, target = facts.deployment, facts.target
+    gib, ours = deployment.host.gpu_memory_gib, deployment.server.engine == "slipstream"
+    if target is None or gib is None or deployment.server.device != "cuda" or not ours or "extract" not in facts.remade:
+        return
+    size = BYTES[deployment.server.dtype]
+    need, room = sum(weight_bytes(weight, target, size) for weight in target_weights(target)), gib * GIB
+    if need > room:
+        beside = costs(facts)["parity"].memory_bytes if "parity" in costs(facts) else need
+        yield Finding(
+            "whole-target",
+            f"extract holds the whole target on one card, {human_bytes(need)} of weights: host.gpu_memory_gib = {gib:g}"
+            f" is {human_bytes(room)}; resolve holds it in the host's memory, parity {human_bytes(beside)} there",
+            "a target that one card holds: of the stages, only those that go through the server divide it over ranks",
+            ("serve it with a draft that was trained elsewhere: `slipstream serve --draft DIR`",),
+            severity="warning",
+        )
+
+
 MACHINE: tuple[Check, ...] = (
     Check("host", "the machine that was looked at is the one that is used", _far_host),
     Check("target", "the target is there and its kind is known", _target_there),
     Check("prompts", "the prompts are there and readable", _prompts),
     Check("disk", "the disk holds what the run writes", _disk),
     Check("memory", "the largest stage fits into memory", _memory),
+    Check("whole-target", "each stage has room for what it holds of the target", _whole_target),
     Check("port", "nobody else holds the server's port (F15)", _port),
 )

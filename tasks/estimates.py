@@ -1,11 +1,12 @@
 """What a run costs before it is run: seconds, disk and memory of each stage.
 
 Where an earlier run left a manifest, its seconds are taken; everything else is a rough formula and is labelled so. The
-formulas are for a CPU and meant to tell minutes from hours, and gigabytes from terabytes.
+formulas are for a CPU and meant to tell minutes from hours, and gigabytes from terabytes. Of a card nobody knows the
+seconds before something ran there; memory is the host's, weights and caches in cards are the plan's "a rank's memory".
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.engine.drafts.eagle3.config import Eagle3Config
@@ -22,6 +23,7 @@ READ_BYTES_PER_SECOND = 12e9  # weights streamed from memory in a decode step
 OPERATIONS_PER_SECOND = 1e11  # of matrix products
 CHARACTERS_PER_TOKEN = 3.5
 TEMPLATE_TOKENS = 40  # of a chat template around a prompt
+CARD_RANK_BYTES = 4 << 30  # of the host, a guess: Python, torch, CUDA, and pages of the files while they are read
 STEP_ROWS = 16  # rows that a decode step takes in hardly more time than one
 
 TRAINING_BYTES_PER_PARAMETER = 18  # bf16 weight, float32 master and gradient, two float32 moments
@@ -121,9 +123,11 @@ class _Formulas:
         self.deployment, self.target, self.draft, self.tokens = facts.deployment, target, draft, tokens
         self.stored_slots = len(facts.stored_slots or ())
         size = derived.BYTES
+        self.on_card = self.deployment.server.device == "cuda"
+        self.is_here = facts.target_dir is not None
         self.parameters = derived.target_parameters(target)
-        self.weights = self.parameters * size[self.deployment.target.dtype]
-        served = size[self.deployment.server.dtype]
+        stored, served = size[self.deployment.target.dtype], size[self.deployment.server.dtype]
+        self.weights = sum(weight_bytes(weight, target, stored) for weight in target_weights(target))
         self.served_weights = sum(weight_bytes(weight, target, served) for weight in target_weights(target))
         self.trained = derived.trained_parameters(draft)
         self.draft_parameters = self.trained + derived.embedding_parameters(draft)
@@ -143,11 +147,13 @@ class _Formulas:
             "benchmark": self.benchmark,
             "report": lambda: Cost(5.0, 2 << 20, 1 << 28),
         }
-        return {stage: formula() for stage, formula in formulas.items()}
+        costs = {stage: formula() for stage, formula in formulas.items()}
+        anywhere = ("convert", "cleanup", "report")
+        return {s: c if s in anywhere or not self.on_card else replace(c, seconds=None) for s, c in costs.items()}
 
     def resolve(self) -> Cost:
-        # Shapes are known of a target that is here already: it is linked, and loaded once for its perplexity.
-        return Cost(10 + self.parameters / 2e7, 1 << 20, 2 * self.weights)
+        # A target that is here is linked, another one fetched; it is loaded once on the CPU, for its perplexity.
+        return Cost(10 + self.parameters / 2e7, (1 << 20) + (0 if self.is_here else self.weights), 2 * self.weights)
 
     def regenerate(self) -> Cost:
         rows = min(self.deployment.data.batch_size, STEP_ROWS)
@@ -160,7 +166,7 @@ class _Formulas:
         answer, other = derived.store_bytes_per_token(self.stored_slots, self.target.hidden_size, dtype)
         disk = answer * self.tokens.answer_tokens + other * self.tokens.other_tokens
         seconds = 2 * self.parameters * self.tokens.total / OPERATIONS_PER_SECOND
-        return Cost(seconds, disk, self.weights + (256 << 20))
+        return Cost(seconds, disk, CARD_RANK_BYTES if self.on_card else self.weights + (256 << 20))
 
     def train(self) -> Cost:
         training = self.deployment.training
@@ -181,7 +187,9 @@ class _Formulas:
         return Cost(5.0, size, 3 * size)
 
     def parity(self) -> Cost:
-        return Cost(60.0, 4 << 20, self.server_memory() + 3 * self.weights)  # the server, and the reference beside it
+        # The server, and in this process the target and, unpacked, transformers' own in fp32 and bf16.
+        unpacked = 3 * self.parameters * derived.BYTES[self.deployment.target.dtype]
+        return Cost(60.0, 4 << 20, self.server_memory() + self.served_weights + unpacked)
 
     def tune(self) -> Cost:
         speculation = self.deployment.speculation
@@ -197,6 +205,8 @@ class _Formulas:
         """Weights of target and draft, and the KV cache of as many requests as run at the same time; of all ranks."""
         server = self.deployment.server
         ranks = server.tensor_parallel_size
+        if self.on_card:
+            return ranks * CARD_RANK_BYTES
         size = derived.BYTES[server.dtype]
         kv = derived.cell_bytes(self.target, server.dtype)
         kv += derived.draft_cell_bytes(self.draft, server.dtype)

@@ -361,7 +361,8 @@ def test_every_check_is_exercised_by_a_test() -> None:
         "steps-trained",
         "serving-slots",
         "launch-line",
-        "target-shapes",  # these four: test_rank_memory.py
+        "target-shapes",  # these five: test_rank_memory.py
+        "whole-target",
         "expert-groups",
         "gpu-memory",
         "nccl-tuned",

@@ -20,12 +20,13 @@ from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
 from slipstream.engine.model_config import ModelConfig
 from slipstream.engine.tensor_parallel import TensorParallel
-from slipstream.flows.plan import Plan, derived_values, make_plan
+from slipstream.flows.plan import Plan, derived_values, make_plan, room
 from slipstream.tasks import derived
 from slipstream.tasks.draft_weights import held_parameters, rank_parameters
 from slipstream.tasks.nvml import Gpu, Gpus
 from slipstream.tasks.other_engines.nccl import measured_otherwise
 from slipstream.tasks.rank_memory import GIB, RankMemory, rank_memory, rotary_bytes
+from slipstream.tasks.registry import all_stages
 from slipstream.tasks.target_weights import target_weights, weight_bytes
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -292,3 +293,31 @@ def test_nccl_values_are_told_where_they_were_measured_for_something_else(tmp_pa
     assert measured_otherwise(measured, deployment, here) == []
     other = Gpus("580", "13.0", tuple(card("H200", "nvlink") for _ in range(ranks)))
     assert measured_otherwise(measured, deployment, other) == [("card RTX", "H200"), ("topology pcie", "nvlink")]
+
+
+def test_stages_that_hold_the_whole_target_are_named_where_no_card_does(tmp_path: Path) -> None:
+    """Extract knows no tensor parallelism: a plan must not look as if it ran where only eight cards hold the target."""
+    stages = all_stages()
+
+    def told(*overrides: str, skip: tuple[str, ...] = ()) -> list[str]:
+        found = make_plan(CONFIGS / f"{H200}.yaml", overrides, workdir=tmp_path, environ={}, stages=stages, skip=skip)
+        return [f.found for f in found.findings if f.check == "whole-target"]
+
+    (one,) = told()
+    assert "extract holds the whole target on one card, 594 GB of weights" in one
+    assert "host.gpu_memory_gib = 139.8 is 150 GB" in one
+    assert not told("host.gpu_memory_gib=600")
+    assert not told("server.device=cpu", "host.gpu_memory_gib=null")
+    assert not told(skip=("whole-target",))
+
+
+def test_nobody_knows_the_seconds_of_a_card_or_the_room_of_a_far_host(tmp_path: Path) -> None:
+    found = make_plan(CONFIGS / f"{H200}.yaml", workdir=tmp_path, environ={}, stages=all_stages())
+    cost = found.costs
+    assert {name for name in cost if cost[name].seconds is not None} == {"convert", "cleanup", "report"}
+    assert 590e9 < cost["resolve"].disk_bytes < 600e9  # it is fetched
+    assert cost["launch"].memory_bytes == cost["regenerate"].memory_bytes < 100e9  # weights go into the cards
+    assert cost["parity"].memory_bytes > 6 * 1.02e12  # unpacked in fp32 and bf16
+    disk, memory = room(found)
+    assert (disk.what, disk.free) == ("disk of eight-h200", None)
+    assert (memory.what, memory.free) == ("memory of eight-h200, largest stage", None)

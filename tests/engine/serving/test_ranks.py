@@ -1,24 +1,31 @@
-"""A real server of two ranks: the same answers as one device, effective settings, and its end when a rank dies."""
+"""Real servers of several ranks: the same answers as one device, effective settings, and their end when a rank dies."""
 
 import os
 import signal
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from slipstream.engine.drafts.eagle3.checkpoint import load_draft
+from slipstream.engine.drafts.eagle3.checkpoint import load_draft, save_draft
+from slipstream.engine.drafts.eagle3.hf_config import DraftRecord
+from slipstream.engine.drafts.eagle3.layer_ids import Family
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine, EngineConfig
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.handover import TargetIdentity
 from slipstream.engine.loader import load_target
 from slipstream.engine.sampling_params import SamplingParams
 from slipstream.engine.serving.engine_options import MAX_RANKS, EngineOptions
 from slipstream.engine.serving.ranks import Ranks
+from slipstream.engine.serving.trace_file import unpack_trace
+from slipstream.tasks.parity_findings import ParityPrompt, examine
+from slipstream.tasks.parity_target import TargetReference
 
 RANKS = 2
 K = 3
@@ -50,35 +57,95 @@ TWO_CARDS = [
 ]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=TWO_CARDS)])
-def device(request):
+@dataclass(frozen=True)
+class Case:
+    """What is served: models "dense", or "kimi" with a draft of this kind; by so many ranks; whose rank is killed."""
+
+    models: str
+    ranks: int = RANKS
+    killed: int = 1
+    device: str = "cpu"
+
+
+CASES = [
+    Case("dense"),
+    Case("kimi grouped"),
+    Case("kimi latent", 8, 5),
+    pytest.param(Case("dense", device="cuda"), marks=TWO_CARDS),
+]
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def kimi_target(load_test_module, tiny_server, tmp_path_factory) -> Path:
+    """Tiny Kimi with INT4 experts and the tokenizer of the dense target."""
+    target = tmp_path_factory.mktemp("kimi") / "target"
+    size = tiny_server.save_tokenizer(target)
+    kimi = load_test_module(Path(__file__).parents[2] / "checkpoints" / "kimi.py")
+    kimi.synthesise(target, vocab_size=size, bos_token_id=0, num_hidden_layers=3)
+    return target
+
+
 @pytest.fixture
-def server(tiny_server, tiny_models, tmp_path, device, monkeypatch):
-    if device == "cuda":  # kernels are compiled, where no cache has them
+def models(case, request, tiny, tiny_server, tmp_path):
+    if case.models == "dense":
+        return request.getfixturevalue("tiny_models")
+    directory = request.getfixturevalue("kimi_target")
+    target = load_target(directory, torch.float32)
+    draft = tiny.tiny_draft(target, slots=(0, 1, 3), latent=case.models == "kimi latent")
+    record = DraftRecord(TargetIdentity.from_dir(directory), Family.KIMI_K25, "0" * 64)
+    save_draft(tmp_path / "draft", draft, record)
+    return tiny_server.Models(directory, tmp_path / "draft")
+
+
+@pytest.fixture
+def server(tiny_server, models, tmp_path, case, monkeypatch):
+    if case.device == "cuda":  # kernels are compiled, where no cache has them
         monkeypatch.setattr(tiny_server, "START_SECONDS", 400.0)
-    flags = ("--tensor-parallel-size", str(RANKS), "--device", device)
-    made = tiny_server.start(tmp_path, tiny_models, K, "--dtype", "float32", "--diagnostics", *flags)
+    flags = ("--tensor-parallel-size", str(case.ranks), "--device", case.device)
+    made = tiny_server.start(tmp_path, models, K, "--dtype", "float32", "--diagnostics", *flags)
     yield made
     if made.process.poll() is None:
         made.stop()
 
 
-def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny_models, device):
+def compare_traces(server, models, case, prompts):
+    """Parity of what these ranks captured, drafted and accepted, through HTTP; of Kimi whom they sent rows to, too."""
+    target = load_target(models.target, "float32")
+    draft = load_draft(models.draft, torch.float32, target_embedding=target.embed_tokens.weight).eval()
+    asked = [ParityPrompt(f"p{i}", "validation", ids, 10) for i, ids in enumerate(prompts)]
+    bodies = [{"prompt": p.token_ids, "max_tokens": 10, "temperature": 0.0, "ignore_eos": True} for p in asked]
+    answers = [httpx.post(f"{server.url}/slipstream/trace", json=body, timeout=60) for body in bodies]
+    traces = [unpack_trace(answer.content) for answer in answers]
+    slots = draft.config.slots
+    reference, networks = TargetReference(models.target), {"export": draft}
+    found = examine(asked, traces, target, reference, networks, slots, K, num_ranks=case.ranks)
+    assert found.failures(max_slot_share=0.01, max_argmax_difference=0.0, max_tau_gap=0.0) == []
+    assert found.acceptance["validation"].rounds > 10
+    assert (found.experts is None) == (case.models == "dense")
+    if found.experts is not None:
+        assert (found.experts.own_differ, found.experts.differ) == (0, 0)
+        assert found.experts.choices == 2 * found.logits.positions > 0
+
+
+def test_ranks_serve_what_one_device_serves_until_one_is_killed(server, models, case):
     settings = httpx.get(f"{server.url}/slipstream/settings", timeout=60).json()
-    assert settings["tensor_parallel_size"] == RANKS
-    assert settings["rank_exchange"] in {"cpu": ("gloo",), "cuda": ("peer memory", "NCCL")}[device]
+    assert settings["tensor_parallel_size"] == case.ranks
+    assert settings["rank_exchange"] in {"cpu": ("gloo",), "cuda": ("peer memory", "NCCL")}[case.device]
     pids = settings["rank_pids"]
-    assert len(set(pids)) == RANKS
+    assert len(set(pids)) == case.ranks
     assert pids[0] == settings["engine_pid"] == server.engine_pid
     groups = {os.getpgid(pid) for pid in [*pids, server.process.pid]}
     assert len(groups) == 1  # for who stops it from outside
 
-    target = load_target(tiny_models.target, "float32", device)
-    draft = load_draft(tiny_models.draft, torch.float32, target_embedding=target.embed_tokens.weight).eval()
-    config = EngineConfig(num_steps=K, max_running_requests=4, max_context_tokens=128, dtype="float32", device=device)
+    target = load_target(models.target, "float32", case.device)
+    draft = load_draft(models.draft, torch.float32, target_embedding=target.embed_tokens.weight).eval()
+    sizes = {"max_running_requests": 4, "max_context_tokens": 128}
+    config = EngineConfig(num_steps=K, **sizes, dtype="float32", device=case.device)
     one = Engine(target, config, Eagle3Proposer(draft, K))
     prompts = [list(range(3, 3 + n)) for n in (5, 40, 17)]
     asked = [
@@ -99,6 +166,9 @@ def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny
     for thread in threads:
         thread.join(60)
     assert answers == [completion.token_ids for completion in expected]
+
+    if case.device == "cpu":
+        compare_traces(server, models, case, prompts)
 
     # A client that leaves, and a seed that the server draws: every rank must hear of both.
     with server.client() as client, client.stream("POST", "/v1/completions", json=LONG) as answer:
@@ -121,12 +191,14 @@ def test_two_ranks_serve_what_one_device_serves_until_one_is_killed(server, tiny
     thread = threading.Thread(target=stream)
     thread.start()
     assert began.wait(60)
-    os.kill(pids[1], signal.SIGKILL)
+    killed = pids[case.killed]
+    os.kill(killed, signal.SIGKILL)
     seconds = seconds_until_gone(pids)
     thread.join(60)
     assert server.process.wait(60) == 3
-    print(f"rank 1 of {RANKS} killed while serving: the others were gone after {seconds:.2f} s")
-    assert f"rank 1 of {RANKS} (pid {pids[1]}) was ended by SIGKILL while serving" in server.log.read_text()
+    print(f"{case}: the others were gone {seconds:.2f} s after the kill")
+    log = server.log.read_text()
+    assert f"rank {case.killed} of {case.ranks} (pid {killed}) was ended by SIGKILL while serving" in log
     assert '"code":"engine_gone"' in [line for line in lines if line][-1]
 
 
