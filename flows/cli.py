@@ -220,11 +220,28 @@ def report(config: Config, overrides: Overrides = None, workdir: Workdir = None,
 
 @app.command()
 def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, as_json: AsJson = False) -> None:
-    """Stop what a run of this deployment started and left, by its state file; nothing else is touched."""
-    from slipstream.flows.prefect_server import stop_left_over
+    """Stop what a run of this deployment started and left, by its state files; nothing else is touched.
 
-    (result,) = run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
-    stop_left_over(result.dir.parent)  # Prefect's own server, of a run that was killed
+    What cannot be stopped keeps nothing else from it: it is named in the end, and the exit code is 1.
+    """
+    from slipstream.configs.load import load
+    from slipstream.flows.prefect_server import stop_left_over
+    from slipstream.tasks.cleanup import refuse_left
+    from slipstream.tasks.lock import WorkdirInUse
+
+    folder = load(config, overrides or ()).deployment.host.workdir if workdir is None else workdir
+    left = []
+    try:
+        run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
+    except WorkdirInUse:
+        raise
+    except SlipstreamError as error:
+        left.append(error)
+    try:
+        stop_left_over(folder)  # Prefect's own server, of a run that was killed
+    except SlipstreamError as error:
+        left.append(error)
+    refuse_left(left)
 
 
 @app.command("explain-log")

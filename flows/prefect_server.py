@@ -63,15 +63,23 @@ def prefect_server(workdir: Path) -> Iterator[str]:
 def stop_left_over(workdir: Path) -> bool:
     """Stops the Prefect server of a run that was killed. Returns whether there was one.
 
-    Raises SlipstreamError when another run holds the workdir: then it is no left-over.
+    Raises SlipstreamError when another run holds the workdir: then it is no left-over; and when its record is damaged,
+    or cannot be removed.
     """
     state_file = workdir / "prefect" / "server.state.json"
-    with workdir_lock(workdir):
+    with workdir_lock(workdir, needs_room=False):
         record = read_record(state_file)
         if record is None:
             return False
         report = stop_group(record.identity, drain_seconds=STOP_SECONDS)
-        forget(state_file)
+        try:
+            forget(state_file)
+        except OSError as error:
+            raise SlipstreamError(
+                f"the Prefect server of a killed run is gone, and its record stays: {error}",
+                expected="a record that can be removed",
+                do=f"correct what the system refuses, then delete {state_file}",
+            ) from error
     return bool(report.ended or report.killed)
 
 

@@ -3,10 +3,11 @@
 What we started is known from the state files in the workdir, by pid, start time, group and boot; a name is never
 looked at. Everybody else is foreign, whatever it looks like. The same holds for shared memory: what our processes held
 and nobody holds any more is removed, everything else stays. As a stage it is an end: no restore brings back what it
-stopped; a launch makes room with `clean` alone, and what it stops is brought back where it fails.
+stopped, and what cannot be stopped, or is not known for a damaged record, keeps nothing else from its end. A launch
+makes room with `clean` alone, and what it stops is brought back where it fails.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,17 +15,27 @@ from typing import TYPE_CHECKING, Any
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.gpu_memory import GpuMemory, read_gpu_memory, wait_gpu_memory
 from slipstream.tasks.gpu_users import chosen_cards, describe_user, in_use
-from slipstream.tasks.last_good import no_longer_wanted
+from slipstream.tasks.last_good import forget_last_good
 from slipstream.tasks.manifest import read_json, write_json
 from slipstream.tasks.nvml import GpuUser, read_gpus
 from slipstream.tasks.ports import port_holders, port_is_free, wait_port_free
-from slipstream.tasks.process import STATE_SUFFIX, ProcessRecord, forget, group_members, read_record, stop_group
+from slipstream.tasks.proc_stat import command_of, read_stat
+from slipstream.tasks.process import (
+    STATE_SUFFIX,
+    ProcessIdentity,
+    ProcessRecord,
+    forget,
+    group_members,
+    read_record,
+    stop_group,
+)
 from slipstream.tasks.registry import get_stage
 from slipstream.tasks.shared_memory import (
     Segment,
     forgotten,
     from_json,
     held_by_group,
+    holders_of,
     read_segments,
     remove_unheld,
     to_json,
@@ -71,12 +82,20 @@ class Stopped:
 
 
 def run(context: StageContext) -> dict[str, Any]:
-    """The stage: see the head of this file. Raises SlipstreamError (F15) when something of ours does not come back."""
-    no_longer_wanted(context.workdir)  # first: whoever is killed in the middle of an end has still ended it
-    stopped = clean(context.workdir, context.config, say=context.say)
+    """The stage: see the head of this file.
+
+    Raises SlipstreamError, once everything else is stopped, that names all that was left: F15 for what of ours does not
+    come back, and the records that cannot be read.
+    """
+    left = forget_last_good(context.workdir)  # first: whoever is killed in the middle of an end has still ended it
+    drain = context.config.server.shutdown_timeout_seconds
+    stopped, not_stopped = stop_each(context.workdir, drain_seconds=drain, say=context.say)
+    left += not_stopped
+    _look_around(context.config, stopped, context.say)
     cards = read_gpu_memory()
     if cards is None:
         context.say("no NVIDIA GPU on this machine: no GPU memory to wait for")
+    refuse_left(left)
     return {
         "stopped": [asdict(one) for one in stopped],
         "gpu_memory_bytes": None if cards is None else {str(card.index): card.used_bytes for card in cards},
@@ -90,7 +109,7 @@ def clean(
     say: Callable[[str], None] = lambda _: None,
     skip: Collection[str] = (),
 ) -> list[Stopped]:
-    """Stops every process group that a state file in `workdir` names, and sees that nobody else is in the way.
+    """Makes room: stops every process group that a state file in `workdir` names, and sees who else is in the way.
 
     Args:
         workdir: of the runs.
@@ -99,15 +118,69 @@ def clean(
         skip: faults whose checks are off.
 
     Who else holds the deployment's port is told and left alone: that, like others on a GPU, is the business of who
-    needs it next (`check_port`, `check_gpus`). Raises SlipstreamError: F15 when a port or memory of a GPU that was ours
-    does not come back.
+    needs it next (`check_port`, `check_gpus`). Raises SlipstreamError: before anything is stopped, when a state file is
+    damaged; F15 when a port or memory of a GPU that was ours does not come back.
     """
-    stopped = []
-    for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
-        one = stop_recorded(state_file, drain_seconds=deployment.server.shutdown_timeout_seconds)
-        if one is not None:
-            say(str(one))
-            stopped.append(one)
+    for state_file in _state_files(workdir):
+        _readable(state_file)
+    stopped, left = stop_each(workdir, drain_seconds=deployment.server.shutdown_timeout_seconds, say=say)
+    refuse_left(left)
+    _look_around(deployment, stopped, say, skip=skip)
+    return stopped
+
+
+def stop_each(
+    workdir: Path, *, drain_seconds: float, say: Callable[[str], None], keep: ProcessIdentity | None = None
+) -> tuple[list[Stopped], list[SlipstreamError]]:
+    """Stops what each state file in `workdir` names, whatever becomes of the others.
+
+    Args:
+        workdir: of the runs.
+        drain_seconds: how long a group may take to end.
+        say: told what was done, and what was left.
+        keep: the leader of a group that is left alone.
+
+    Returns (what was stopped, why the others were left).
+    """
+    stopped, left = [], []
+    for state_file in _state_files(workdir):
+        try:
+            record = _readable(state_file)
+            if record is not None and record.identity == keep:
+                continue
+            one = stop_recorded(state_file, drain_seconds=drain_seconds)
+        except SlipstreamError as error:
+            left.append(error)
+        except OSError as error:  # what the file system refuses: to read a record, or to remove that of a stopped group
+            expected = "files in the workdir that can be read and removed"
+            do = f"correct what the system refuses, then give `slipstream clean CONFIG` again for {state_file}"
+            left.append(SlipstreamError(f"{state_file}: {error}", expected=expected, do=do))
+        else:
+            if one is not None:
+                say(str(one))
+                stopped.append(one)
+    return stopped, left
+
+
+def refuse_left(left: Sequence[SlipstreamError]) -> None:
+    """Raises one SlipstreamError for all that was left; none for nothing."""
+    if len(left) == 1:
+        raise left[0]
+    if left:
+        numbered = list(enumerate(left, 1))
+        raise SlipstreamError(
+            f"{len(left)} things were left: " + "; ".join(f"({n}) {one.found}" for n, one in numbered),
+            expected="; ".join(f"({n}) {one.expected}" for n, one in numbered),
+            do="; ".join(f"({n}) {one.do}" for n, one in numbered),
+            runbook="left-over-server.md",
+            fault=next((one.fault for one in left if one.fault), ""),
+        )
+
+
+def _look_around(
+    deployment: "Deployment", stopped: Sequence[Stopped], say: Callable[[str], None], skip: Collection[str] = ()
+) -> None:
+    """Tells who else is there: in shared memory, at the port."""
     if not stopped:
         say("nothing of ours was running")
     left = forgotten(read_segments())
@@ -117,24 +190,28 @@ def clean(
         check_port(deployment.server.host, deployment.server.port, skip=skip)
     except SlipstreamError as error:
         say(f"{error.found}: left alone; a launch there would be refused")
-    return stopped
 
 
 def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
     """Stops the group that a state file names, and waits until its port and its GPU memory are free again.
 
     Returns None when there is no such file. The file is removed once the group is proven gone.
+    Raises SlipstreamError: F15 when something does not come back; when a record of it is damaged.
     """
-    record = read_record(state_file)
+    record = _readable(state_file)
     if record is None:
         return None
     name = state_file.name.removesuffix(STATE_SUFFIX)
     ready_file = state_file.with_name(f"{name}{READY_SUFFIX}")
     address = _address(record, ready_file)
     members = [member.pid for member in group_members(record.identity)]
-    ours = _our_segments(record, state_file, members)
+    ours, damaged = _held_segments(record, members), None
     lived = bool(members)
     report = stop_group(record.identity, drain_seconds=drain_seconds)
+    try:
+        ours += _noted_segments(record, state_file)
+    except SlipstreamError as error:  # a reason to tell, none to leave anything
+        damaged = error
     removed, _ = remove_unheld(ours)
     if address is not None and lived and not wait_port_free(*address, PORT_SECONDS):
         check_port(*address)
@@ -142,6 +219,8 @@ def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
     ready_file.unlink(missing_ok=True)
     _segments_file(state_file).unlink(missing_ok=True)
     forget(state_file)
+    if damaged is not None:
+        raise damaged
     return Stopped(
         name,
         record.identity.pid,
@@ -170,7 +249,8 @@ def note_segments(state_file: Path) -> None:
     record = read_record(state_file)
     if record is not None:
         members = [member.pid for member in group_members(record.identity)]
-        write_json(_segments_file(state_file), to_json(_our_segments(record, state_file, members)))
+        found = (*_noted_segments(record, state_file), *_held_segments(record, members))
+        write_json(_segments_file(state_file), to_json({segment.key: segment for segment in found}.values()))
 
 
 def segments_before() -> list[list[int]]:
@@ -178,15 +258,48 @@ def segments_before() -> list[list[int]]:
     return [list(segment.key) for segment in read_segments()]
 
 
-def _our_segments(record: ProcessRecord, state_file: Path, members: list[int]) -> list[Segment]:
-    """The shared memory that a group holds now or held when it was noted; none where no launch noted what was there."""
+def _held_segments(record: ProcessRecord, members: list[int]) -> list[Segment]:
+    """The shared memory that a group holds now; none where no launch noted what was there before."""
     before = record.notes.get(SEGMENTS_BEFORE)
-    if before is None:
-        return []
+    return [] if before is None else held_by_group(members, {(device, inode) for device, inode in before})
+
+
+def _noted_segments(record: ProcessRecord, state_file: Path) -> list[Segment]:
+    """The shared memory that a group held when it was noted. Raises SlipstreamError where the note is damaged."""
     file = _segments_file(state_file)
-    noted = from_json(read_json(file)) if file.is_file() else []
-    now = held_by_group(members, {(device, inode) for device, inode in before})
-    return list({segment.key: segment for segment in (*noted, *now)}.values())
+    if record.notes.get(SEGMENTS_BEFORE) is None or not file.is_file():
+        return []
+    try:
+        return from_json(read_json(file))
+    except (SlipstreamError, TypeError) as error:
+        raise SlipstreamError(
+            f"{file.name} of process {record.identity.pid} is damaged: what it left in shared memory is not known",
+            expected="the list that its launch wrote",
+            do="`slipstream doctor` names what nobody holds there: remove what is yours, once no server of yours runs",
+            runbook="left-over-server.md",
+        ) from error
+
+
+def _state_files(workdir: Path) -> list[Path]:
+    return sorted(workdir.glob(f"*{STATE_SUFFIX}"))
+
+
+def _readable(state_file: Path) -> ProcessRecord | None:
+    """The record; None when there is no file. A damaged one is an error that names who writes its log, unguessed."""
+    try:
+        return read_record(state_file)
+    except SlipstreamError as error:
+        log = state_file.with_name(state_file.name.removesuffix(STATE_SUFFIX) + ".log")
+        found = [member for pid in holders_of(log) if (member := read_stat(pid)) is not None]
+        who = "; ".join(f"process {one.pid} (`{command_of(one.pid)}`)" for one in found) or "nobody"
+        groups = " ".join(f"-{group}" for group in sorted({one.pgid for one in found}))
+        raise SlipstreamError(
+            f"{error.found}; {log.name} is open in {who}",
+            expected=error.expected,
+            do=f"if that is what it should name, `kill -- {groups}`; then delete {state_file}" if found else error.do,
+            runbook="left-over-server.md",
+            fault="F15",
+        ) from error
 
 
 def _segments_file(state_file: Path) -> Path:

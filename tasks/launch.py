@@ -45,7 +45,7 @@ def run(context: StageContext) -> dict[str, Any]:
         except SlipstreamError as damaged:  # must not hide why the launch failed
             context.warn(damaged.found)
             last = None
-        if last is not None and last.wanted and not last.lives:
+        if last is not None and not last.lives:
             context.warn(
                 "the server of before was stopped to make room; `slipstream stage restore CONFIG` brings it back"
             )

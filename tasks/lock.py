@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.manifest import command_line, write_json
+from slipstream.tasks.os_errors import takes_nothing
 from slipstream.tasks.proc_stat import boot_id, process_start_time
 
 LOCK = ".lock"
@@ -23,19 +24,25 @@ class WorkdirInUse(SlipstreamError):
 
 
 @contextmanager
-def workdir_lock(workdir: Path, *, setting: str = "host.workdir", option: str = "--workdir") -> Iterator[None]:
+def workdir_lock(
+    workdir: Path, *, setting: str = "host.workdir", option: str = "--workdir", needs_room: bool = True
+) -> Iterator[None]:
     """Holds `workdir` for this process; nested use by the same process is free.
 
     Args:
         workdir: the folder; it is made.
         setting, option: what names it in errors: in the deployment file, and on the command line.
+        needs_room: False for what must also be done on a disk that takes nothing. There the folder itself is held,
+            which others wait for without being told who it is; nested use would wait for itself.
 
     Raises SlipstreamError when a living process holds it, naming that process, and when it is no directory that can be
     written. A full disk stays an OSError.
     """
     path = workdir / LOCK
     me = {"pid": os.getpid(), "start_time": process_start_time(os.getpid()), "boot_id": boot_id()}
-    with _usable(workdir, setting, option), guard(workdir):
+    held = ExitStack()
+    with _usable(workdir, setting, option), held:
+        held.enter_context(guard(workdir))
         holder = read_holder(path)
         nested = holder is not None and _same(holder, me)
         if holder is not None and not nested and _alive(holder):
@@ -46,10 +53,16 @@ def workdir_lock(workdir: Path, *, setting: str = "host.workdir", option: str = 
                 do=f"wait for it, stop it with `kill {holder['pid']}`, or choose another {setting}",
             )
         if not nested:
-            write_json(path, {**me, "command": command_line(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+            try:
+                write_json(path, {**me, "command": command_line(), "since": time.strftime("%Y-%m-%d %H:%M:%S")})
+            except OSError as error:
+                if needs_room or not takes_nothing(error):
+                    raise
+                held = held.pop_all()  # the guard is kept
     try:
         yield
     finally:
+        held.close()
         if not nested:
             with guard(workdir):
                 holder = read_holder(path)

@@ -40,6 +40,11 @@ def explain_os_errors(stage: str, workdir: Path) -> Iterator[None]:
         raise
 
 
+def takes_nothing(error: OSError) -> bool:
+    """Whether the file system takes no byte more, from nobody: it is full, or it is mounted read-only by now."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 def is_disk_full(error: BaseException | None, folder: Path) -> bool:
     """Whether an error, or what caused it, is a full disk.
 

@@ -180,13 +180,12 @@ def read_record(state_file: Path) -> ProcessRecord | None:
     do = f"look whether the process that it should name still runs, then delete {state_file}"
     value = read_json(state_file, expected=expected, do=do)
     try:
-        return ProcessRecord(
-            identity=ProcessIdentity(**value["identity"]),
-            command=tuple(value["command"]),
-            log=value["log"],
-            started=value["started"],
-            notes=value["notes"],
-        )
+        identity = ProcessIdentity(**value["identity"])
+        record = ProcessRecord(identity, tuple(value["command"]), value["log"], value["started"], value["notes"])
+        numbers = (identity.pid, identity.pgid, identity.start_time)
+        if not (all(type(number) is int for number in numbers) and isinstance(record.notes, dict)):
+            raise TypeError(f"{identity}, notes {record.notes}")
+        return record
     except (KeyError, TypeError) as error:
         raise SlipstreamError(
             f"{state_file} is not the state file of a process: {error!r}",

@@ -127,6 +127,7 @@ STAGES = (
         config_sections=("server.host", "server.port"),
         run=_run("cleanup"),
         cached=False,
+        needs_room=False,  # what it stops may be what fills the disk
     ),
     Stage(
         name="tune",

@@ -8,9 +8,8 @@ from typing import Any
 
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.handover import Difference, refuse
-from slipstream.tasks.cleanup import check_gpus, clean, stop_recorded
+from slipstream.tasks.cleanup import check_gpus, clean, refuse_left, stop_each
 from slipstream.tasks.last_good import command_again, keep_last_good, kept_draft, read_last_good, what_makes_it
-from slipstream.tasks.process import STATE_SUFFIX, read_record
 from slipstream.tasks.registry import RESTORE
 from slipstream.tasks.server import answers, start_command
 from slipstream.tasks.stage import StageContext
@@ -25,17 +24,14 @@ def run(context: StageContext) -> dict[str, Any]:
     workdir, config = context.workdir, context.config
     last = read_last_good(workdir)
     if last is not None and last.lives and answers(workdir):  # one that was told to end drains, and says so
-        for state_file in sorted(workdir.glob(f"*{STATE_SUFFIX}")):
-            record = read_record(state_file)
-            if record is not None and record.identity != last.identity:
-                stopped = stop_recorded(state_file, drain_seconds=config.server.shutdown_timeout_seconds)
-                context.say(str(stopped))
+        drain = config.server.shutdown_timeout_seconds
+        _, left = stop_each(workdir, drain_seconds=drain, say=context.say, keep=last.identity)
         context.say(f"the last good server (pid {last.identity.pid}) still runs, and is left alone")
+        refuse_left(left)
         return {"server": "kept", "pid": last.identity.pid}
     clean(workdir, config, say=context.say)
-    if last is None or not last.wanted:
-        why = "was launched here yet" if last is None else "is wanted: the last one was ended by a cleanup"
-        context.say(f"no good server {why}; none is brought back")
+    if last is None:
+        context.say("no good server was launched here, or a cleanup was its end; none is brought back")
         return {"server": "none"}
 
     def check(settings: dict[str, Any]) -> None:

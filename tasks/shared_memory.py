@@ -70,6 +70,16 @@ def held(segments: Iterable[Segment], pids: Iterable[int] | None = None) -> dict
     return found
 
 
+def holders_of(path: Path) -> list[int]:
+    """Pids that have a file mapped or open, as far as we may look; none where there is no such file."""
+    try:
+        status = path.stat()
+    except OSError:
+        return []
+    file = Segment(path.name, status.st_dev, status.st_ino, status.st_size, status.st_uid)
+    return held([file]).get(file.key, [])
+
+
 def held_by_group(pids: Collection[int], before: Collection[tuple[int, int]]) -> list[Segment]:
     """The segments of our user that processes of a group hold and that were not there before it started."""
     segments = [one for one in read_segments() if one.uid == os.geteuid() and one.key not in before]

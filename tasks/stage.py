@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import manifest as mf
 from slipstream.tasks.lock import workdir_lock
-from slipstream.tasks.os_errors import explain_os_errors
+from slipstream.tasks.os_errors import explain_os_errors, takes_nothing
 from slipstream.tasks.reporting import NullReporter, Reporter
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Stage:
         run: does the work; returns the figures for the manifest (JSON values).
         cached: False = acts on the world, never skipped.
         external: content hashes (name -> sha256) of files it reads from outside the workdir.
+        needs_room: False = does its work on a disk that takes nothing, too, and fails only then, since it cannot be
+            noted. Such a stage writes no files.
     """
 
     name: str
@@ -106,6 +108,7 @@ class Stage:
     run: Callable[[StageContext], dict[str, Any]]
     cached: bool = True
     external: Callable[["Deployment"], dict[str, str]] = field(default=_nothing_outside)
+    needs_room: bool = True
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ def run_stage(
     is full, and whatever the stage itself raises. After any failure the partial directory is kept.
     """
     reporter = reporter or NullReporter()
-    with explain_os_errors(stage.name, workdir), workdir_lock(workdir):
+    with explain_os_errors(stage.name, workdir), workdir_lock(workdir, needs_room=stage.needs_room):
         try:
             return _run_locked(stage, deployment, workdir, reporter, force=force)
         except BaseException as error:
@@ -224,38 +227,69 @@ def _run_locked(
             reporter.stage_finished(stage.name, status="skipped", seconds=0.0, figures=figures)
             return StageResult(stage.name, "skipped", 0.0, figures, final)
 
+    noting = _Noting(stage, workdir)
     resumed = stage.cached and not force and _partial_fingerprint(partial) == mf.digest(key)
-    if not resumed:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        mf.write_json(partial / PARTIAL, {"fingerprint": mf.digest(key)})
-    (partial / mf.MANIFEST).unlink(missing_ok=True)
+    with noting:
+        if not resumed:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            mf.write_json(partial / PARTIAL, {"fingerprint": mf.digest(key)})
+        (partial / mf.MANIFEST).unlink(missing_ok=True)
     reporter.stage_started(stage.name, resumed=resumed)
     started, clock = time.time(), time.monotonic()
     figures = stage.run(StageContext(stage, deployment, workdir, partial, reporter, resumed=resumed))
     seconds = time.monotonic() - clock
 
-    (partial / PARTIAL).unlink()
-    files = mf.index_files(partial)
-    content = mf.digest([mf.digest(key), files]) if stage.cached else mf.digest(key)
-    mf.write_json(
-        partial / mf.MANIFEST,
-        {
-            "stage": stage.name,
-            "stage_version": stage.version,
-            "fingerprint": mf.digest(key),
-            "identity": content,
-            **{part: key[part] for part in ("inputs", "external", "config", "versions")},
-            "command": mf.command_line(),
-            "figures": figures,
-            "files": files,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
-            "seconds": round(seconds, 3),
-        },
-    )
-    _replace_dir(partial, final)
+    with noting:
+        partial.mkdir(parents=True, exist_ok=True)
+        (partial / PARTIAL).unlink(missing_ok=True)
+        files = mf.index_files(partial)
+        content = mf.digest([mf.digest(key), files]) if stage.cached else mf.digest(key)
+        mf.write_json(
+            partial / mf.MANIFEST,
+            {
+                "stage": stage.name,
+                "stage_version": stage.version,
+                "fingerprint": mf.digest(key),
+                "identity": content,
+                **{part: key[part] for part in ("inputs", "external", "config", "versions")},
+                "command": mf.command_line(),
+                "figures": figures,
+                "files": files,
+                "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
+                "seconds": round(seconds, 3),
+            },
+        )
+        _replace_dir(partial, final)
+    noting.end()
     reporter.stage_finished(stage.name, status="done", seconds=seconds, figures=figures)
     return StageResult(stage.name, "done", seconds, figures, final)
+
+
+class _Noting:
+    """What a stage writes of itself. Where it does its work all the same, what the disk refuses is kept for its end."""
+
+    def __init__(self, stage: Stage, workdir: Path) -> None:
+        self._stage, self._workdir = stage, workdir
+        self._refused: OSError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        self._refused = error if isinstance(error, OSError) and takes_nothing(error) else None  # the last time counts
+        return self._refused is not None and not self._stage.needs_room
+
+    def end(self) -> None:
+        """Raises SlipstreamError where the work is done and could not be noted."""
+        if self._refused is not None:
+            raise SlipstreamError(
+                f"stage {self._stage.name} did its work, and its manifest could not be written to {self._workdir}: "
+                f"{self._refused}",
+                expected="a disk with room for a few kilobytes",
+                do="make room there; nothing else is left to do",
+                runbook="disk-full.md",
+            ) from self._refused
 
 
 def _key(stage: Stage, deployment: "Deployment", workdir: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.checks import refuse_far_host
 from slipstream.tasks.registry import get_stage, is_registered
 from slipstream.tasks.reporting import Reporter
@@ -56,7 +57,7 @@ class _Far:
             def say(text: str) -> None:
                 self._reporter.say(stage.name, text, markup=False)
 
-            stop_far_stages(self._host, self._workdir, say)
+            left = stop_far_stages(self._host, self._workdir, say)
             if self._deployment.host.more:
                 from slipstream.tasks.hosts.fleet import stop_shares
 
@@ -65,11 +66,25 @@ class _Far:
                 from slipstream.tasks.hosts.far_training import stop_nodes
 
                 stop_nodes(self._deployment, self._workdir, say)
+            if left:
+                return self._and_refuse(stage, left)
         if stage.name == "train" and together:
             from slipstream.tasks.hosts.far_training import train_over_hosts
 
             return train_over_hosts(self._host, self._deployment, self._workdir, self._reporter, force=self._force)
         return run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
+
+    def _and_refuse(self, stage: Stage, left: list[SlipstreamError]) -> StageResult:
+        """Runs an end all the same; then raises for what was left before it, and in it."""
+        from slipstream.tasks.cleanup import refuse_left
+        from slipstream.tasks.hosts.far_stage import FarStageFailed, run_far_stage
+
+        try:
+            run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
+        except FarStageFailed as error:
+            left = [*left, error]
+        refuse_left(left)
+        raise AssertionError("something was left")
 
     def look(self, names: Sequence[str]) -> list[StageLook]:
         from slipstream.tasks.hosts.far_look import far_looks

@@ -21,9 +21,10 @@ from slipstream.tasks.facts import HOLDOUT, prompts_path
 from slipstream.tasks.hosts.follow import follow
 from slipstream.tasks.hosts.host import Host, Job, JobStatus
 from slipstream.tasks.hosts.host_lock import GPU_LOCK, LOCK_FOLDER
+from slipstream.tasks.hosts.jobs import JOBS
 from slipstream.tasks.hosts.provision import CURRENT
 from slipstream.tasks.manifest import MANIFEST, write_json
-from slipstream.tasks.registry import NAMES
+from slipstream.tasks.registry import NAMES, get_stage
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.stage import StageResult
 from slipstream.tasks.stage_runner import FROM_HOST
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
 RUNS = "runs"
+DISK_FULL = "disk-full.md"
+COMMAND_SECONDS = 180.0  # beside what a server may take to end: memory of GPUs, the port, the interpreter
 INPUTS = "inputs"
 OWN_PROMPTS = ("builtin", HOLDOUT)
 WITHOUT_GPUS = ("resolve", "cleanup", "report")  # these may run beside another owner's job
@@ -71,6 +74,27 @@ def run_far_stage(
 
     Raises FarStageFailed with the stage's own words, and HostUnreachable; in the latter case the job goes on.
     """
+    try:
+        return _as_a_job(host, stage, deployment, workdir, reporter, force=force, lock_folder=lock_folder, env=env)
+    except SlipstreamError as error:
+        if get_stage(stage).needs_room or error.runbook != DISK_FULL:
+            raise
+        reporter.warn(stage, f"{error.found}; it runs there without a job")
+        return _as_a_command(host, stage, deployment, workdir, reporter)
+
+
+def _as_a_job(
+    host: Host,
+    stage: str,
+    deployment: "Deployment",
+    workdir: Path,
+    reporter: Reporter,
+    *,
+    force: bool,
+    lock_folder: str,
+    env: Mapping[str, str] | None,
+) -> StageResult:
+    """In a session of its own, found again by the same question."""
     name = run_name(workdir)
     python = environment_python(host)
     base = host.directory
@@ -100,13 +124,39 @@ def run_far_stage(
     return StageResult(stage, finished["status"], finished["seconds"], finished["figures"], folder)
 
 
-def stop_far_stages(host: Host, workdir: Path, say: Callable[[str], None]) -> None:
-    """Stops what of a run's stages still runs on the host, each with its whole group. Servers are the cleanup's."""
+def _as_a_command(host: Host, stage: str, deployment: "Deployment", workdir: Path, reporter: Reporter) -> StageResult:
+    """Writes nothing on the host but what the stage does, and ends with the connection: the deployment is its input."""
+    name = run_name(workdir)
+    seconds = deployment.server.shutdown_timeout_seconds + COMMAND_SECONDS
+    words = (environment_python(host), "-P", "-m", "slipstream.flows.cli", "stage", stage, "/dev/stdin", "--json")
+    done = host.run(words, stdin=json.dumps(_values_there(deployment, host.directory, name)), seconds=seconds)
+    heard = _Heard(stage, reporter)
+    for line in (*done.stdout.splitlines(), *done.stderr.splitlines()):
+        heard.line(line)
+    if done.exit_code != 0 or heard.finished is None:
+        last = "\n".join(heard.other[-15:]) or "none"
+        words_there = heard.failed["error"] if heard.failed is not None else f"its last lines:\n{last}"
+        found = f"{words_there}\n  where: on {host.name}, exit code {done.exit_code}"
+        raise FarStageFailed(found, exit_code=max(done.exit_code, 1), do="", fault="")
+    folder, finished = _fetch(host, stage, name, workdir), heard.finished
+    return StageResult(stage, finished["status"], finished["seconds"], finished["figures"], folder)
+
+
+def stop_far_stages(host: Host, workdir: Path, say: Callable[[str], None]) -> list[SlipstreamError]:
+    """Stops what of a run's stages still runs on the host, each with its whole group. Servers are the cleanup's.
+
+    Returns why jobs of the run were left, as errors: those whose record is damaged.
+    """
     stages = {f"{run_name(workdir)}-{stage}": stage for stage in NAMES}
+    left = []
     for status in host.jobs(f"{run_name(workdir)}-"):
         if status.name in stages and status.members:
             host.stop(status.name)
             say(f"stopped stage {stages[status.name]} on {host.name}, which ran since {status.started}")
+        if status.state == "damaged":
+            found, do = f"job {status.name} on {host.name}: {status.why}", f"look there in {JOBS}/{status.name}"
+            left.append(SlipstreamError(found, expected="a job that can be read", do=do, runbook="left-over-server.md"))
+    return left
 
 
 def run_name(workdir: Path) -> str:
@@ -183,13 +233,7 @@ def environment_python(host: Host) -> str:
 
 def send_deployment(host: Host, deployment: "Deployment", base: str, name: str) -> str:
     """Writes the deployment's copy for the host, where that host is local. Returns its path there."""
-    values = deployment.model_dump(mode="json")
-    values["host"] = {
-        "kind": "local",
-        "workdir": f"{base}/{RUNS}/{name}",
-        "cache_dir": f"{base}/cache",
-        "threads": deployment.host.threads,
-    }
+    values = _values_there(deployment, base, name)
     for section in ("data", "benchmark"):
         written = values[section]["prompts"]
         if written not in OWN_PROMPTS:
@@ -202,6 +246,18 @@ def send_deployment(host: Host, deployment: "Deployment", base: str, name: str) 
         if facts is None or facts["sha256"] != sha256_file(path):
             host.put(path, target)
     return f"{base}/{target}"
+
+
+def _values_there(deployment: "Deployment", base: str, name: str) -> dict[str, Any]:
+    """The deployment as the host reads it, but for files that are sent there first."""
+    values = deployment.model_dump(mode="json")
+    values["host"] = {
+        "kind": "local",
+        "workdir": f"{base}/{RUNS}/{name}",
+        "cache_dir": f"{base}/cache",
+        "threads": deployment.host.threads,
+    }
+    return values
 
 
 def _send_input(host: Host, path: Path) -> str:

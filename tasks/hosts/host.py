@@ -95,7 +95,7 @@ class JobStatus:
     submission: str
     command: tuple[str, ...]
     owner: str
-    state: Literal["running", "exited", "stopped", "lost"]
+    state: Literal["running", "exited", "stopped", "lost", "damaged"]
     why: str
     exit_code: int | None
     identity: Mapping[str, Any]

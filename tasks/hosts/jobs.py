@@ -16,6 +16,7 @@ from slipstream.engine.files import read_json
 from slipstream.tasks.hosts.keeper import BEGUN, ENDED, SPEC, end
 from slipstream.tasks.lock import guard
 from slipstream.tasks.manifest import write_json
+from slipstream.tasks.os_errors import takes_nothing
 from slipstream.tasks.proc_stat import boot_id
 from slipstream.tasks.process import (
     POLL_SECONDS,
@@ -91,8 +92,11 @@ def job_status(base: Path, *, name: str) -> dict[str, Any] | None:
 
 
 def list_jobs(base: Path, *, prefix: str) -> list[dict[str, Any]]:
-    """The status of every job whose name begins with `prefix`, by name."""
-    found = (_status(folder) for folder in sorted((base / JOBS).glob("*")) if folder.name.startswith(prefix))
+    """The status of every job whose name begins with `prefix`, by name.
+
+    One whose record cannot be read has the state `damaged`, and `why`: it keeps nobody from the others.
+    """
+    found = (_status_or_why(folder) for folder in sorted((base / JOBS).glob("*")) if folder.name.startswith(prefix))
     return [status for status in found if status is not None]
 
 
@@ -112,7 +116,11 @@ def stop_job(base: Path, *, name: str, drain_seconds: float, kill_seconds: float
         report = stop_group(record.identity, drain_seconds=drain_seconds, kill_seconds=kill_seconds)
         if before is None and (report.ended or report.killed):
             after = _ended(folder) or {"exit_code": None}  # none: the keeper itself had to be killed
-            end(folder, after["exit_code"], stopped=asdict(report))
+            try:
+                end(folder, after["exit_code"], stopped=asdict(report))
+            except OSError as error:
+                if not takes_nothing(error):
+                    raise  # a full disk keeps nothing from its end; it is told as lost from now on
         return {**(_status(folder) or {}), "ended_pids": report.ended, "killed_pids": report.killed}
 
 
@@ -140,6 +148,15 @@ def _status(folder: Path) -> dict[str, Any] | None:
         "started": record.started,
         "ended": None if ended is None else ended["ended"],
     }
+
+
+def _status_or_why(folder: Path) -> dict[str, Any] | None:
+    try:
+        return _status(folder)
+    except SlipstreamError as error:
+        nothing = {"submission": "", "command": [], "owner": "", "exit_code": None, "identity": {}, "members": []}
+        told = {"name": folder.name, "state": "damaged", "why": f"{error.found}; {error.do}", "log": "", "log_bytes": 0}
+        return {**nothing, **told, "started": "", "ended": None}
 
 
 def _settled(folder: Path, submission: str) -> dict[str, Any] | None:

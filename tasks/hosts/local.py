@@ -46,20 +46,26 @@ class LocalHost(ScriptedHost):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomic(path, archive.data)
         command = [sys.executable, "-I", str(path), MODULE]
+        helper = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=NEUTRAL_DIRECTORY,
+            start_new_session=True,
+            env=os.environ.copy(),
+        )
+        assert helper.stdout is not None
         try:
-            done = subprocess.run(
-                command,
-                input=request,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=seconds,
-                cwd=NEUTRAL_DIRECTORY,
-                start_new_session=True,
-                env=os.environ.copy(),
-            )
+            answer, _ = helper.communicate(request, timeout=seconds)
         except subprocess.TimeoutExpired as error:
+            helper.kill()
+            helper.communicate()
             raise HostUnreachable(f"no answer of {self.name} after {seconds:.0f} s", expected="an answer") from error
-        return done.returncode, done.stdout.decode(errors="replace")
+        except BaseException:
+            helper.stdout.close()  # as a connection that ends: it ends a command, and brings a stop to its end
+            raise
+        return helper.returncode, answer.decode(errors="replace")
 
     def _send(self, source: Path, target: str, progress: Progress) -> str:
         shutil.copyfile(source, self._folder / target)

@@ -79,6 +79,63 @@ def test_a_state_file_of_a_process_that_is_gone_is_forgotten(leftover, deploymen
     assert list(tmp_path.glob("*.json*")) == []
 
 
+def test_a_damaged_record_keeps_nothing_else_from_its_end_and_is_named(leftover, deployment, tmp_path):
+    (first, _), (middle, port), (last, _) = leftover("a"), leftover("m"), leftover("z")
+    (tmp_path / "m.state.json").write_text('{"identity": {"pid"')
+    with pytest.raises(SlipstreamError, match=r"m\.state\.json is not readable") as error:
+        cleanup.clean(tmp_path, deployment)  # to make room: nothing is stopped for a launch that cannot come
+    assert group_members(first.identity)
+    with pytest.raises(SlipstreamError, match=r"m\.state\.json is not readable") as error:
+        run_stage(cleanup.STAGE, deployment, tmp_path)
+    assert group_members(first.identity) == group_members(last.identity) == []
+    assert len(group_members(middle.identity)) == 2  # it may be anybody's; who writes its log is said
+    assert f"m.log is open in process {middle.identity.pid} (`" in error.value.found
+    assert f"kill -- -{middle.identity.pgid}`" in error.value.do
+    assert (error.value.fault, error.value.runbook) == ("F15", "left-over-server.md")
+    assert not port_is_free("127.0.0.1", port)
+    os.killpg(middle.identity.pgid, signal.SIGKILL)
+    with pytest.raises(SlipstreamError, match=r"m\.log is open in nobody"):
+        run_stage(cleanup.STAGE, deployment, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"identity": {}}', "\0", "{", "{whole with no pid"])
+def test_everything_damaged_is_named_at_once(leftover, deployment, tmp_path, text):
+    process, _ = leftover("z")
+    if text.startswith("{whole"):
+        text = (tmp_path / "z.state.json").read_text().replace(f'"pid": {process.identity.pid}', '"pid": "x"')
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.state.json").write_text(text)
+    with pytest.raises(SlipstreamError, match="2 things were left") as error:
+        run_stage(cleanup.STAGE, deployment, tmp_path)
+    for number, name in enumerate("ab", 1):
+        assert f"({number}) {tmp_path}/{name}.state.json is not" in error.value.found
+        assert f"delete {tmp_path}/{name}.state.json" in error.value.do
+    assert group_members(process.identity) == []
+
+
+def test_a_group_that_does_not_come_back_keeps_no_other_from_its_end(leftover, deployment, tmp_path, monkeypatch):
+    (first, _), (second, _) = leftover("a"), leftover("b")
+
+    def stays(record):
+        if record.identity == first.identity:
+            raise SlipstreamError("memory of GPUs [0] is not back", fault="F15")
+
+    monkeypatch.setattr(cleanup, "_wait_for_gpus", stays)
+    with pytest.raises(SlipstreamError, match="is not back"):
+        run_stage(cleanup.STAGE, deployment, tmp_path)
+    assert group_members(first.identity) == group_members(second.identity) == []
+    assert [path.name for path in tmp_path.glob("*.state.json")] == ["a.state.json"]  # looked at again the next time
+
+
+def test_a_damaged_note_of_shared_memory_keeps_no_server_from_its_end(leftover, deployment, tmp_path):
+    process, _ = leftover("server", segments_before=[])
+    (tmp_path / "server.segments.json").write_text('[{"name": 1}]')
+    with pytest.raises(SlipstreamError, match="what it left in shared memory is not known"):
+        run_stage(cleanup.STAGE, deployment, tmp_path)
+    assert group_members(process.identity) == []
+    assert list(tmp_path.glob("*.json*")) == []
+
+
 def test_the_figures_of_a_machine_without_a_gpu_say_so(deployment, tmp_path, monkeypatch):
     monkeypatch.setattr(cleanup, "read_gpu_memory", lambda: None)
     assert run_stage(cleanup.STAGE, deployment, tmp_path).figures["gpu_memory_bytes"] is None

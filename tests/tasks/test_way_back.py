@@ -17,7 +17,7 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks import cleanup, last_good, launch, restore, server
 from slipstream.tasks.last_good import read_last_good
 from slipstream.tasks.manifest import read_json, write_json
-from slipstream.tasks.process import group_members, read_record
+from slipstream.tasks.process import group_members, read_record, start_detached
 from slipstream.tasks.stage import Stage, run_stage
 
 STUB = Path(__file__).with_name("stub_server.py")
@@ -138,8 +138,9 @@ def test_a_launch_that_is_killed_is_taken_back_unless_its_server_was_proven(stub
     assert figures["server"] == ("restored" if expected == "restored" else "kept")
     assert what_serves(workdir) == ("new" if expected == "new" else "old")
     assert (read_last_good(workdir).identity == before) == (expected == "kept")
-    (kept,) = (workdir / "last-good").glob("draft*")
-    assert kept.name == read_last_good(workdir).draft
+    kept = {path.name for path in (workdir / "last-good").glob("draft*")}
+    assert len(kept) == (2 if expected == "new" else 1)  # the draft of the good server before it stays, too
+    assert read_last_good(workdir).draft in kept
     assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "kept"
 
 
@@ -182,14 +183,17 @@ def test_a_server_comes_back_where_making_room_for_the_next_one_fails(stub, monk
 def test_a_record_of_an_older_release_is_read_and_a_damaged_one_keeps_nobody_from_the_end(stub):
     deployment, workdir = stub
     folder = workdir / "last-good"
-    value = read_json(folder / "record.json")
+    value = read_json(folder / "record-1.json")
     (folder / value.pop("draft")).rename(folder / "draft")
-    del value["wanted"]
+    (folder / "record-1.json").unlink()
+    write_json(folder / "record.json", value | {"wanted": False})
+    assert read_last_good(workdir) is None  # one that was ended cleanly
     write_json(folder / "record.json", value)
     cleanup.clean(workdir, deployment)
     assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
     assert what_serves(workdir) == "old"
-    whole = read_json(folder / "record.json")
+    whole = read_json(folder / "record-1.json")
+    (folder / "record.json").unlink()  # that before it: below
     for part in (
         {"settings": {}},
         {"command": ["python"]},
@@ -197,10 +201,11 @@ def test_a_record_of_an_older_release_is_read_and_a_damaged_one_keeps_nobody_fro
         {"of a newer release": 1},
         {"identity": 1},
     ):
-        write_json(folder / "record.json", whole | part)
+        write_json(folder / "record-1.json", whole | part)
         with pytest.raises(SlipstreamError, match="names no server") as error:
             run_stage(restore.STAGE, deployment, workdir)
         assert error.value.runbook == "roll-back.md"
+        assert "then none is brought back" in error.value.do
         assert what_serves(workdir) == "old"  # it is told before anything is stopped
     run_stage(cleanup.STAGE, deployment, workdir)
     assert what_serves(workdir) is None
@@ -217,7 +222,7 @@ def test_a_server_that_hangs_or_lost_its_front_is_started_again(stub):
 def test_a_launch_that_fails_beside_a_damaged_record_says_why_it_failed(stub, monkeypatch, pipeline):
     deployment, workdir = stub
     listener = pipeline.Listener()
-    (workdir / "last-good" / "record.json").write_text("{")
+    (workdir / "last-good" / "record-1.json").write_text("{")
 
     def differs(*_):
         raise SlipstreamError("A_1 differs")
@@ -225,7 +230,53 @@ def test_a_launch_that_fails_beside_a_damaged_record_says_why_it_failed(stub, mo
     monkeypatch.setattr(launch, "smoke_test", differs)
     with pytest.raises(SlipstreamError, match="A_1 differs"):
         run_stage(launch.STAGE, deployment, workdir, listener)
-    assert any("record.json is not readable" in text for text in listener.warned)
+    assert any("record-1.json is not readable" in text for text in listener.warned)
+
+
+def test_a_damaged_record_is_named_with_the_good_server_before_it_which_nobody_takes_by_himself(stub):
+    deployment, workdir = stub
+    folder = workdir / "last-good"
+    make_draft(deployment, workdir, "new")
+    run_stage(launch.STAGE, deployment, workdir)
+    assert what_serves(workdir) == "new"
+    (folder / "record-2.json").write_text("{")
+    with pytest.raises(SlipstreamError, match=r"record-2\.json is not readable") as error:
+        run_stage(restore.STAGE, deployment, workdir)
+    assert what_serves(workdir) == "new"
+    assert "record-1.json holds whole" in error.value.do
+    assert "draft draft-1" in error.value.do
+    (folder / "record-2.json").unlink()  # as it says
+    assert run_stage(restore.STAGE, deployment, workdir).figures["server"] == "restored"
+    assert what_serves(workdir) == "old"
+    # What is not whole is not offered: neither without its draft, nor damaged itself.
+    for spoil in (lambda: shutil.rmtree(folder / "draft-1"), lambda: (folder / "record-2.json").write_text("[]")):
+        spoil()
+        (folder / "record-9.json").write_text("{}")
+        with pytest.raises(SlipstreamError, match=r"record-9\.json names no server") as error:
+            read_last_good(workdir)
+        assert "record-2" not in error.value.do
+    # A good launch leaves itself alone there.
+    run_stage(launch.STAGE, deployment, workdir)
+    assert [path.name for path in folder.glob("record*")] == ["record-10.json"]
+    assert [path.name for path in folder.glob("draft*")] == [read_last_good(workdir).draft]
+
+
+def test_what_is_left_beside_a_good_server_is_stopped_past_a_damaged_record(stub):
+    deployment, workdir = stub
+    (workdir / "a.state.json").write_text("{")
+    half = start_detached(
+        [sys.executable, "-c", "import time; time.sleep(600)"],
+        log=workdir / "half.log",
+        state_file=workdir / "half.state.json",
+    )
+    with pytest.raises(SlipstreamError, match=r"a\.state\.json is not readable"):
+        run_stage(restore.STAGE, deployment, workdir)
+    assert not group_members(half.identity)
+    assert what_serves(workdir) == "old"
+    with pytest.raises(SlipstreamError, match=r"a\.state\.json is not readable"):
+        run_stage(launch.STAGE, deployment, workdir)  # before room is made
+    assert what_serves(workdir) == "old"
+    (workdir / "a.state.json").unlink()
 
 
 def test_a_launch_that_cannot_be_noted_leaves_no_server(stub, monkeypatch):
