@@ -60,7 +60,7 @@ def lifecycle(config: str, overrides: list[str] | None = None) -> dict[str, dict
             try:
                 here.run(get_stage("cleanup"))
             except SlipstreamError as error:  # no reason to end for another reason than the first
-                here.reporter.warn("cleanup", f"{error.found}: what still runs goes on; `slipstream clean` stops it")
+                here.reporter.warn("cleanup", f"{error.found}: `slipstream clean` stops what still runs")
             raise
         if here.deployment.server.after != "keep":
             here.run(get_stage("cleanup"))

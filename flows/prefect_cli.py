@@ -43,12 +43,18 @@ def up(
     """
     require_prefect("up")
     from slipstream.flows import up as starting
+    from slipstream.flows.signals import unwinding_signals
+    from slipstream.tasks.cleanup import refuse_left
 
     if stop:
-        for line in starting.stop(home):
+        with unwinding_signals():
+            ended = starting.stop(home)
+        for line in ended.said:
             print(line)
+        refuse_left(ended.left)
         return
-    made = starting.up(Path.cwd(), home, port)
+    with unwinding_signals():  # what was being started is ended again; what runs already is found by the next call
+        made = starting.up(Path.cwd(), home, port)
     for line in made.said:
         print(line)
     print(f"page:    {made.page}")

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def start(home: Path, port: int, *, ui: bool = False) -> tuple[Detached, str]:
         notes={"api": url},
     )
     try:
-        if _becomes_healthy(server, url):
+        if becomes_healthy(lambda: server.exit_code() is None, url):
             return server, url
     except BaseException:
         stop_group(server.identity, drain_seconds=STOP_SECONDS)
@@ -132,10 +132,10 @@ def answers(api: str) -> bool:
         return False
 
 
-def _becomes_healthy(server: Detached, url: str) -> bool:
+def becomes_healthy(lives: Callable[[], bool], url: str) -> bool:
     """Waits for the health check; False when the process ended or the time is up."""
     deadline = time.monotonic() + HEALTHY_SECONDS
-    while server.exit_code() is None and time.monotonic() < deadline:
+    while lives() and time.monotonic() < deadline:
         if answers(url):
             return True
         time.sleep(0.1)

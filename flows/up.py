@@ -58,6 +58,14 @@ class Up:
     said: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """A line for each thing that was ended or found, and why others were left."""
+
+    said: tuple[str, ...]
+    left: tuple[SlipstreamError, ...]
+
+
 def up(project: Path, home: Path, port: int) -> Up:
     """Starts what is not running yet: server, work pool, deployments of `project`/prefect.yaml, limits, worker.
 
@@ -89,24 +97,31 @@ def up(project: Path, home: Path, port: int) -> Up:
     return Up(api, page, tuple(said))
 
 
-def stop(home: Path) -> list[str]:
-    """Ends the worker, with its flow runs, then the server. Returns a line for each."""
-    said = []
-    with workdir_lock(home, setting="--home", option="--home"):
+def stop(home: Path) -> Stopped:
+    """Ends the worker, with its flow runs, then the server, also on a full disk. Returns a line for each.
+
+    Raises SlipstreamError, once the other one has ended, for one whose record is damaged or that does not end.
+    """
+    said, left = [], []
+    with workdir_lock(home, setting="--home", option="--home", needs_room=False):
         for state, what, seconds in (
             (WORKER, "worker", WORKER_STOP_SECONDS),
             (SERVER, "server", own_server.STOP_SECONDS),
         ):
-            record = read_record(home / state)
-            if record is None or not group_members(record.identity):
-                said.append(f"{what}: not running")
-            else:
-                if state == WORKER:
-                    said += _end_flow_runs(record.identity.pid)
-                report = stop_group(record.identity, drain_seconds=seconds)
-                said.append(f"{what}: stopped (process {record.identity.pid}, {report.seconds:.1f} s)")
-            forget(home / state)
-    return said
+            try:
+                record = read_record(home / state)
+                if record is None or not group_members(record.identity):
+                    said.append(f"{what}: not running")
+                else:
+                    if state == WORKER:
+                        said += _end_flow_runs(record.identity.pid)
+                    report = stop_group(record.identity, drain_seconds=seconds)
+                    said.append(f"{what}: stopped (process {record.identity.pid}, {report.seconds:.1f} s)")
+                forget(home / state)
+            except SlipstreamError as error:
+                left.append(error)
+                said.append(f"{what}: left: {error.found}")
+    return Stopped(tuple(said), tuple(left))
 
 
 def _end_flow_runs(worker: int, tell: Callable[[str], None] = print) -> list[str]:
@@ -159,12 +174,30 @@ def _environment(home: Path, **more: str) -> Iterator[None]:
 
 
 def _server(home: Path, port: int, said: list[str]) -> str:
-    record = _running(home / SERVER)
+    record = _running(home / SERVER, own_server.STOP_SECONDS, "server", said)
     if record is not None:
         api = str(record.notes["api"])
-        said.append(f"server: runs already (process {record.identity.pid}, since {record.started})")
+        which = f"process {record.identity.pid}, since {record.started}"
+        if not own_server.becomes_healthy(lambda: is_alive(record.identity), api):
+            raise SlipstreamError(
+                f"Prefect's server runs ({which}), and {api} does not answer",
+                expected=f"an answer within {own_server.HEALTHY_SECONDS:.0f} s",
+                do=f"read {record.log}; then `slipstream up --stop`, and this command again",
+                runbook="prefect-server.md",
+            )
+        said.append(f"server: runs already ({which})")
         return api
-    check_port(own_server.ADDRESS, port)
+    try:
+        check_port(own_server.ADDRESS, port)
+    except SlipstreamError as error:
+        raise SlipstreamError(
+            error.found,
+            expected="a free port for Prefect's server; what holds it was not started from here, and is left alone",
+            do="give --port 0 for any free one; or, if a Prefect server of yours is there, "
+            f"`export PREFECT_API_URL=http://{own_server.ADDRESS}:{port}/api`: then only a worker is started, for it",
+            runbook="prefect-server.md",
+            fault=error.fault,
+        ) from error
     started, api = own_server.start(home, port or free_port(), ui=True)
     said.append(f"server: started (process {started.identity.pid}), database {home / 'prefect.db'}")
     return api
@@ -195,7 +228,7 @@ def _register(project: Path, deployments: list[dict[str, Any]], said: list[str])
 
 
 def _worker(home: Path, api: str, said: list[str]) -> None:
-    record = _running(home / WORKER)
+    record = _running(home / WORKER, WORKER_STOP_SECONDS, "worker", said)
     if record is not None and record.notes["api"] == api:
         said.append(f"worker: runs already (process {record.identity.pid}, since {record.started})")
         return
@@ -219,7 +252,9 @@ def _wait_online(worker: Detached) -> None:
 
     deadline = time.monotonic() + COMMAND_SECONDS
     with get_client(sync_client=True) as client:
-        while not any(str(one.status).endswith("ONLINE") for one in client.read_workers_for_work_pool(POOL)):
+        online = False
+        while not online or worker.exit_code() is not None:  # one that was killed counts as online for a while
+            online = any(str(one.status).endswith("ONLINE") for one in client.read_workers_for_work_pool(POOL))
             if worker.exit_code() is not None or time.monotonic() > deadline:
                 raise SlipstreamError(
                     f"Prefect's worker did not start; its last lines: {tail(Path(worker.record.log)) or 'none'}",
@@ -269,6 +304,13 @@ def _deployments(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _running(state_file: Path) -> ProcessRecord | None:
+def _running(state_file: Path, drain_seconds: float, what: str, said: list[str]) -> ProcessRecord | None:
+    """Who runs by a record; None for nobody. What a killed leader left of its group is ended first."""
     record = read_record(state_file)
-    return record if record is not None and is_alive(record.identity) else None
+    if record is None or is_alive(record.identity):
+        return record
+    report = stop_group(record.identity, drain_seconds=drain_seconds)
+    rest = len(report.ended + report.killed)
+    if rest:
+        said.append(f"{what}: ended {rest} processes that a killed one (process {record.identity.pid}) had left")
+    return None

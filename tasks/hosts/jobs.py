@@ -154,7 +154,14 @@ def _status_or_why(folder: Path) -> dict[str, Any] | None:
     try:
         return _status(folder)
     except SlipstreamError as error:
-        nothing = {"submission": "", "command": [], "owner": "", "exit_code": None, "identity": {}, "members": []}
+        nothing: dict[str, Any] = {
+            "submission": "",
+            "command": [],
+            "owner": "",
+            "exit_code": None,
+            "identity": {},
+            "members": [],
+        }
         told = {"name": folder.name, "state": "damaged", "why": f"{error.found}; {error.do}", "log": "", "log_bytes": 0}
         return {**nothing, **told, "started": "", "ended": None}
 
