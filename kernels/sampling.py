@@ -42,8 +42,8 @@ def sample(
         positions: [B, R] int64; positions + offset: absolute position of the token that each row chooses.
         offset: 1 where `positions` are those of the rows themselves, whose next token is chosen.
         part: this rank's columns: each rank finds the best of its own, and a (score, id) of each is exchanged. Where a
-            request has top-k or top-p, which count over the whole vocabulary, ranks on the CPU search the cut by sums
-            (`filters_of_ranks`), and cards exchange the logits of its rows.
+            request has top-k or top-p, which count over the whole vocabulary, ranks search the cut by sums
+            (`filters_of_ranks`, on cards `gpu/filters_of_ranks`).
 
     Returns:
         [B, R] int64 token ids, the same on all ranks.

@@ -1,7 +1,7 @@
 """Triton kernel of `all_gather` on cards: each rank's part of every row, put together on all of them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -12,28 +12,11 @@ from slipstream.kernels.gpu.exchange import CHUNK, end_exchange, place, push, re
 
 if TYPE_CHECKING:
     from slipstream.kernels.gpu.peer_exchange import PeerExchange
-    from slipstream.kernels.sampling_batch import SamplingBatch
 
 _MOST_PROGRAMS = 256  # as in all_reduce.py
 
 
-@triton.jit
-def _is_wanted(row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr):
-    """Whether others are sent a row: always; of logits, where the request has top-k or top-p. All ranks find the same.
-
-    temperature_ptr: None where rows are of no request.
-    """
-    wanted = tl.full((), 1, tl.int32) == 1
-    if temperature_ptr is not None:
-        at = row // per_request
-        if slots_ptr is not None:
-            at = tl.load(slots_ptr + at)
-        filters = (tl.load(top_k_ptr + at) > 0) | (tl.load(top_p_ptr + at) < 1)
-        wanted = (tl.load(temperature_ptr + at) > 0) & filters
-    return wanted
-
-
-@triton.jit(do_not_specialize=["num_items", "per_row", "first_row", "per_request"])
+@triton.jit(do_not_specialize=["num_items", "per_row"])
 def _all_gather_kernel(
     x_ptr,
     starts_ptr,
@@ -44,12 +27,6 @@ def _all_gather_kernel(
     lost_ptr,
     num_items,
     per_row,
-    slots_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    first_row,
-    per_request,
     CAPACITY: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
@@ -73,41 +50,31 @@ def _all_gather_kernel(
         inside = column < width
         own = tl.load(x_ptr + row * width + column, inside, other=0)
         tl.store(out_ptr + row * total + mine + column, own, inside)
-        if _is_wanted(first_row + row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr):
-            epoch = tl.load(epochs_ptr + item)
-            for peer in tl.static_range(WORLD):
-                if peer != RANK:
-                    address = place(buffers_ptr, peer, RANK, item, epoch, CAPACITY, WORLD)
-                    push(address, own.to(tl.int32), epoch, inside, CARD)
+        epoch = tl.load(epochs_ptr + item)
+        for peer in tl.static_range(WORLD):
+            if peer != RANK:
+                push(
+                    place(buffers_ptr, peer, RANK, item, epoch, CAPACITY, WORLD), own.to(tl.int32), epoch, inside, CARD
+                )
     for turn in range(tl.cdiv(num_items - first, step)):
         item = first + turn * step
         row = (item // per_row).to(tl.int64)
         column = (item % per_row) * CHUNK + word
-        if _is_wanted(first_row + row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr):
-            epoch = tl.load(epochs_ptr + item)
-            for rank in tl.static_range(WORLD):
-                if rank != RANK:
-                    start = tl.load(starts_ptr + rank)
-                    inside = column < tl.load(starts_ptr + rank + 1) - start
-                    source = place(buffers_ptr, RANK, rank, item, epoch, CAPACITY, WORLD)
-                    words = receive(source, epoch, inside, rank, state_ptr, lost_ptr, CARD)
-                    tl.store(out_ptr + row * total + start + column, words.to(TYPE), inside)
+        epoch = tl.load(epochs_ptr + item)
+        for rank in tl.static_range(WORLD):
+            if rank != RANK:
+                start = tl.load(starts_ptr + rank)
+                inside = column < tl.load(starts_ptr + rank + 1) - start
+                source = place(buffers_ptr, RANK, rank, item, epoch, CAPACITY, WORLD)
+                words = receive(source, epoch, inside, rank, state_ptr, lost_ptr, CARD)
+                tl.store(out_ptr + row * total + start + column, words.to(TYPE), inside)
     tl.debug_barrier()
     for turn in range(tl.cdiv(num_items - first, step)):
-        item = first + turn * step
-        row = (item // per_row).to(tl.int64)
-        if _is_wanted(first_row + row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr):
-            end_exchange(epochs_ptr, item)
+        end_exchange(epochs_ptr, first + turn * step)
 
 
-def all_gather(
-    x: torch.Tensor, widths: Sequence[int], peers: "PeerExchange", sampling: "SamplingBatch | None" = None
-) -> torch.Tensor:
-    """This rank's x [..., widths[own rank]] -> [..., sum of widths], the parts side by side in rank order.
-
-    sampling: of the B requests whose logits [B * r, width] these are: of those without top-k and top-p only this rank's
-    own part is there, the rest is undefined.
-    """
+def all_gather(x: torch.Tensor, widths: Sequence[int], peers: "PeerExchange") -> torch.Tensor:
+    """This rank's x [..., widths[own rank]] -> [..., sum of widths], the parts side by side in rank order."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()  # [..., n] -> [M, n]
     out = x.new_empty((rows.shape[0], sum(widths)))
     # Words of 32 bits where all parts are whole ones; else of one number each.
@@ -115,16 +82,6 @@ def all_gather(
     kind = torch.int16 if x.element_size() == 2 and per_word == 1 else torch.int32
     if x.element_size() not in (2, 4):
         raise ValueError(f"{x.dtype}: found {x.element_size()} bytes a number, not 2 or 4")
-    filters: dict[str, Any] = dict.fromkeys(("slots_ptr", "temperature_ptr", "top_k_ptr", "top_p_ptr"))
-    per_request = 1
-    if sampling is not None:
-        filters = {
-            "slots_ptr": sampling.slots,
-            "temperature_ptr": sampling.temperature,
-            "top_k_ptr": sampling.top_k,
-            "top_p_ptr": sampling.top_p,
-        }
-        per_request = max(1, rows.shape[0] // max(1, sampling.size))
     starts = peers.starts_of([width // per_word for width in widths])
     per_row = max(1, triton.cdiv(max(widths) // per_word, CHUNK.value))
     together = peers.rows_together(per_row)
@@ -141,9 +98,6 @@ def all_gather(
             **peers.arguments,
             num_items=num_items,
             per_row=per_row,
-            **filters,
-            first_row=start,
-            per_request=per_request,
             CARD=not launch.INTERPRET,
         )
     return out.view(*x.shape[:-1], -1)  # [M, sum] -> [..., sum]

@@ -79,7 +79,7 @@ DONE:
 
 
 @triton.jit
-def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CARD: tl.constexpr):
+def receive(address, epoch, inside, peer, state_ptr, lost_ptr, CARD: tl.constexpr):
     """Words [n] int32, n those of `inside`, of this epoch at `address`, waited for at most state[0] nanoseconds.
 
     Who does not come in time is written to `lost_ptr` (host memory) as rank + 1, and to state[1]: from then on nobody
@@ -96,9 +96,14 @@ def receive(address, epoch, inside, peer: tl.constexpr, state_ptr, lost_ptr, CAR
             pack=1,
         )
         is_late = late != 0
-    else:  # the interpreter runs one program after the other: it would wait for ever
+    else:  # the interpreter runs one program after the other: only ranks in other processes come later
         value = tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
         is_late = inside & ((value >> 32).to(tl.int32) != epoch)
+        looks = tl.load(state_ptr) // 100000
+        while (looks > 0) & (tl.sum(is_late.to(tl.int32)) > 0):
+            value = tl.load(at.to(tl.pointer_type(tl.int64)), mask=inside, other=0)
+            is_late = inside & ((value >> 32).to(tl.int32) != epoch)
+            looks -= 1
     nowhere = tl.zeros(inside.shape, tl.int32)  # every thread that is late says so, at the same place
     tl.store(state_ptr + 1 + nowhere, peer + 1, mask=is_late)
     tl.store(lost_ptr + nowhere, peer + 1, mask=is_late)
@@ -115,15 +120,45 @@ def end_exchange(epochs_ptr, item):
 
 
 @triton.jit
-def largest_of_all(
-    value, item, buffers_ptr, epochs_ptr, state_ptr, lost_ptr, CAPACITY: tl.constexpr, RANK: tl.constexpr,
+def sums_of_all(
+    values, item, epoch, buffers_ptr, state_ptr, lost_ptr, CAPACITY: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, CARD: tl.constexpr,
 ):  # fmt: skip
-    """The largest of all ranks' int64 scalars: each is two words of an item."""
+    """The sums, in rank order, of all ranks' int64 values [n], each two words of an item: exchange `epoch` of it.
+
+    n: at most CHUNK / 2. Whoever calls it counts the epochs, and writes down the next one when all is exchanged. Peers
+    are gone through by a loop: it stands in a kernel several times, which would take minutes to compile.
+    """
+    n: tl.constexpr = values.shape[0]
+    there = tl.arange(0, n) >= 0
+    low, high = (values & 0xFFFFFFFF).to(tl.int32), (values >> 32).to(tl.int32)
+    for peer in range(WORLD):
+        if peer != RANK:
+            address = place(buffers_ptr, peer, RANK, item, epoch, CAPACITY, WORLD)
+            push(address, low, epoch, there, CARD)
+            push(address + 8 * n, high, epoch, there, CARD)
+    total = tl.zeros((n,), tl.int64)
+    for peer in range(WORLD):
+        if peer == RANK:
+            total += values
+        else:
+            source = place(buffers_ptr, RANK, peer, item, epoch, CAPACITY, WORLD)
+            low = receive(source, epoch, there, peer, state_ptr, lost_ptr, CARD)
+            high = receive(source + 8 * n, epoch, there, peer, state_ptr, lost_ptr, CARD)
+            total += (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+    tl.debug_barrier()  # all warps have their words: a peer that sees the next epoch may take the place again
+    return total
+
+
+@triton.jit
+def largest_of_all(
+    value, item, epoch, buffers_ptr, state_ptr, lost_ptr, CAPACITY: tl.constexpr, RANK: tl.constexpr,
+    WORLD: tl.constexpr, CARD: tl.constexpr,
+):  # fmt: skip
+    """The largest of all ranks' int64 scalars: each is two words of an item; epochs as in `sums_of_all`."""
     half = tl.arange(0, 2)
     inside = half < 2
     words = tl.where(half == 0, value & 0xFFFFFFFF, value >> 32).to(tl.int32)
-    epoch = tl.load(epochs_ptr + item)
     for peer in tl.static_range(WORLD):
         if peer != RANK:
             push(place(buffers_ptr, peer, RANK, item, epoch, CAPACITY, WORLD), words, epoch, inside, CARD)
@@ -133,5 +168,4 @@ def largest_of_all(
             theirs = receive(source, epoch, inside, peer, state_ptr, lost_ptr, CARD).to(tl.int64)
             value = tl.maximum(value, tl.sum(tl.where(half == 0, theirs & 0xFFFFFFFF, theirs << 32)))
     tl.debug_barrier()
-    end_exchange(epochs_ptr, item)
     return value

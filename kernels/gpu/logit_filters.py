@@ -19,7 +19,26 @@ from slipstream.kernels.gpu.gumbel_noise import gumbel, ordered, pack
 
 NUM_BINS = tl.constexpr(1024)
 _MASS_UNITS = tl.constexpr(2.0**40)
-_NO_KEY = tl.constexpr(-(2**31))  # below the key of every score
+NO_KEY = tl.constexpr(-(2**31))  # below the key of every score
+
+
+@triton.jit
+def row_parameters(
+    row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, whole_vocab, FILTER: tl.constexpr,
+):  # fmt: skip
+    """Of a row: where its parameters stand, temperature, top-k (0 = off), top-p (1 = off), whether either is on."""
+    at = (row // per_request).to(tl.int64)
+    if slots_ptr is not None:
+        at = tl.load(slots_ptr + at)
+    temperature = tl.load(temperature_ptr + at)
+    top_k = tl.full((), 0, tl.int64)
+    top_p = tl.full((), 1.0, tl.float64)
+    if FILTER:
+        top_k = tl.load(top_k_ptr + at)
+        top_p = tl.load(top_p_ptr + at)
+    top_k = tl.where(top_k > 0, tl.minimum(top_k, whole_vocab), 0)
+    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    return at, temperature, top_k, top_p, is_filtered
 
 
 @triton.jit
@@ -50,7 +69,7 @@ def collect(
     id_ptr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
     """logit, score [TILE] fp32. Stores the tile's mass; its candidates go behind other tiles', up to CAPACITY."""
-    tl.store(mass_ptr, tl.sum(tl.where(inside, _mass(score, largest), 0)))
+    tl.store(mass_ptr, tl.sum(tl.where(inside, mass_of(score, largest), 0)))
     top_bin, width = _bin_of(largest, temperature)
     down = tl.arange(0, NUM_BINS)  # bins from the largest score's downwards
     counts = tl.load(histogram_ptr + ((top_bin - down) & (NUM_BINS - 1)))
@@ -80,9 +99,9 @@ def choose_filtered(
     CAPACITY: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The best kept (score, id) of a row, packed. total: mass of the row; count: candidates found."""
-    lowest = tl.full((), _NO_KEY + 1, tl.int64)
+    lowest = tl.full((), NO_KEY + 1, tl.int64)
     kept_count = tl.minimum(count, CAPACITY)
-    _number, mass = _above(lowest, kept_count, candidate_ptr, temperature, largest, SHIFT, CHUNK)
+    _number, mass = weigh_above(lowest, kept_count, candidate_ptr, temperature, largest, SHIFT, CHUNK)
     if top_k > 0:
         suffices = count >= top_k
     else:
@@ -105,7 +124,7 @@ def _search(
     WHOLE: tl.constexpr, SHIFT: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """`choose_filtered` over `count` tokens that weigh `mass`. WHOLE: they are the row's logits, else candidates."""
-    cut, highest = _key_range(count, source_ptr, temperature, SHIFT, CHUNK)
+    cut, highest = key_range(count, source_ptr, temperature, SHIFT, CHUNK)
     end = highest + 1
     number, above_number, above = count.to(tl.int64), tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     nothing = tl.full((), 0.0, tl.float64)
@@ -124,12 +143,12 @@ def _search(
         weight = (mass - above) // tl.maximum(ties, 1)
         kept_ties = tl.ceil((wanted - above.to(tl.float64)) / tl.maximum(weight, 1).to(tl.float64)).to(tl.int64)
         if kept_ties < ties:
-            last_id = _id_of_tie(kept_ties, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE, SHIFT, CHUNK)
+            last_id = id_of_tie(kept_ties, vocab, cut, count, source_ptr, id_ptr, temperature, WHOLE, SHIFT, CHUNK)
     best = tl.full((CHUNK,), -(2**63), tl.int64)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        at, inside, score_key, score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
-        ids = _ids(at, inside, id_ptr, WHOLE)
+        at, inside, score_key, score = tokens_at(start, count, source_ptr, temperature, SHIFT, CHUNK)
+        ids = ids_of(at, inside, id_ptr, WHOLE)
         kept = inside & ((score_key > cut) | ((score_key == cut) & (ids <= last_id)))
         if tl.max(kept.to(tl.int32)) > 0:
             best = tl.maximum(best, tl.where(kept, pack(score + gumbel(key, ids), ids), -(2**63)))
@@ -154,7 +173,7 @@ def _bisect(
     above_number, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     while high - low > 1:
         middle = (low + high) >> 1
-        n, m = _above(middle, count, source_ptr, temperature, largest, SHIFT, CHUNK)
+        n, m = weigh_above(middle, count, source_ptr, temperature, largest, SHIFT, CHUNK)
         if (n >= wanted_number) & (m.to(tl.float64) >= wanted_mass):
             low, number, mass = middle, n, m
         else:
@@ -163,26 +182,26 @@ def _bisect(
 
 
 @triton.jit
-def _above(bound, count, source_ptr, temperature, largest, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+def weigh_above(bound, count, source_ptr, temperature, largest, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
     """Number and mass (int64 each) of the tokens whose key is `bound` or more."""
     number, mass = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int64)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        _at, inside, score_key, score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
+        _at, inside, score_key, score = tokens_at(start, count, source_ptr, temperature, SHIFT, CHUNK)
         is_above = inside & (score_key >= bound)
         number += is_above.to(tl.int32)
-        mass += tl.where(is_above, _mass(score, largest), 0)
+        mass += tl.where(is_above, mass_of(score, largest), 0)
         start += CHUNK
     return tl.sum(number).to(tl.int64), tl.sum(mass)
 
 
 @triton.jit
-def _key_range(count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+def key_range(count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
     """Lowest and highest key, int64."""
-    lowest, highest = tl.full((CHUNK,), 2**31 - 1, tl.int32), tl.full((CHUNK,), _NO_KEY, tl.int32)
+    lowest, highest = tl.full((CHUNK,), 2**31 - 1, tl.int32), tl.full((CHUNK,), NO_KEY, tl.int32)
     start = tl.full((), 0, tl.int32)
     while start < count:
-        _at, inside, score_key, _score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
+        _at, inside, score_key, _score = tokens_at(start, count, source_ptr, temperature, SHIFT, CHUNK)
         lowest = tl.where(inside, tl.minimum(lowest, score_key), lowest)
         highest = tl.where(inside, tl.maximum(highest, score_key), highest)
         start += CHUNK
@@ -190,7 +209,7 @@ def _key_range(count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.co
 
 
 @triton.jit
-def _id_of_tie(
+def id_of_tie(
     wanted,
     vocab,
     cut,
@@ -209,8 +228,8 @@ def _id_of_tie(
         number = tl.zeros((CHUNK,), tl.int32)
         start = tl.full((), 0, tl.int32)
         while start < count:
-            at, inside, score_key, _score = _tokens(start, count, source_ptr, temperature, SHIFT, CHUNK)
-            ids = _ids(at, inside, id_ptr, WHOLE)
+            at, inside, score_key, _score = tokens_at(start, count, source_ptr, temperature, SHIFT, CHUNK)
+            ids = ids_of(at, inside, id_ptr, WHOLE)
             number += (inside & (score_key == cut) & (ids <= middle)).to(tl.int32)
             start += CHUNK
         if tl.sum(number) >= wanted:
@@ -221,7 +240,7 @@ def _id_of_tie(
 
 
 @triton.jit
-def _tokens(start, count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+def tokens_at(start, count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
     """Of the next CHUNK tokens: place, whether there is one, key, score (logit / T). Keys are in the order of scores.
 
     SHIFT: low bits of a logit's fp32 form that its own dtype does not have; without them a search takes a third of the
@@ -239,7 +258,7 @@ def _tokens(start, count, source_ptr, temperature, SHIFT: tl.constexpr, CHUNK: t
 
 
 @triton.jit
-def _ids(at, inside, id_ptr, WHOLE: tl.constexpr):
+def ids_of(at, inside, id_ptr, WHOLE: tl.constexpr):
     ids = at
     if not WHOLE:
         ids = tl.load(id_ptr + at, inside, other=0)
@@ -247,5 +266,5 @@ def _ids(at, inside, id_ptr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _mass(score, largest):
+def mass_of(score, largest):
     return (tl.exp(score - largest) * _MASS_UNITS).to(tl.int64)

@@ -3,7 +3,8 @@
 Stage 1 (grid: tiles of the vocabulary x rows) leaves the best (score, id) of each tile, noise included. For a row with
 top-k or top-p it leaves instead what stage 2 needs to find the few tokens that matter (`gpu/logit_filters.py`).
 The last stage (grid: rows) combines the tiles; of a filtered row it searches the cut among those few tokens. Where
-several ranks have a part of the vocabulary each, they exchange what each has found in its own part.
+several ranks have a part of the vocabulary each, they exchange what each has found in its own part; of filtered rows
+also the sums that their cut hangs on (`gpu/filters_of_ranks.py`).
 """
 
 import functools
@@ -14,15 +15,16 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.gpu import launch
-from slipstream.kernels.gpu.all_gather import all_gather
 from slipstream.kernels.gpu.exchange import largest_of_all
+from slipstream.kernels.gpu.filters_of_ranks import ITEMS, MOST_RANKS, choose_filtered_of_ranks, sum_kernel
 from slipstream.kernels.gpu.gumbel_noise import gumbel, pack, row_key, unpack_id
-from slipstream.kernels.gpu.logit_filters import NUM_BINS, choose_filtered, collect, note_tile
+from slipstream.kernels.gpu.logit_filters import NUM_BINS, choose_filtered, collect, note_tile, row_parameters
 from slipstream.kernels.sampling_batch import SamplingBatch
 from slipstream.kernels.vocabulary_part import VocabularyPart
 
 _TILE = 2048  # token ids a program
 _CHUNK = 2048  # candidates looked at together
+_CHUNK_OF_RANKS = 512  # the same, where 16 keys are looked at together
 _MAX_CANDIDATES = 8192  # of a row; more of them, and the last stage reads the whole row again and again
 _UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a logit as fp32
 _HISTOGRAM_ROWS = 1024  # most rows of a call that share the standing histogram
@@ -36,15 +38,12 @@ def sample(
     part: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """logits [B, R, V or those of `part`], positions [B, R] -> [B, R] int64."""
-    batch, per_request, _ = logits.shape
-    if part is not None:  # the others' columns too, of the rows that need them
-        logits = all_gather(logits, part.widths, part.carrier, sampling)  # [B, R, Vr] -> [B, R, V]
-    vocab = logits.shape[-1]
+    batch, per_request, vocab = logits.shape
     out = torch.empty((batch, per_request), dtype=torch.int64, device=logits.device)
-    rows, tiles = batch * per_request, triton.cdiv(vocab, _TILE)
+    rows, tiles = batch * per_request, max(1, triton.cdiv(vocab, _TILE))
     if not rows:
         return out
-    capacity = min(_MAX_CANDIDATES, vocab)
+    capacity = max(1, min(_MAX_CANDIDATES, vocab))
     filters = {
         "top_k_ptr": sampling.top_k,
         "top_p_ptr": sampling.top_p,
@@ -52,13 +51,12 @@ def sample(
         "tile_max_ptr": logits.new_empty((rows, tiles), dtype=torch.float32),
         "tile_mass_ptr": out.new_empty((rows, tiles)),
         "count_ptr": out.new_empty(rows, dtype=torch.int32),
-        "candidate_ptr": logits.new_empty((rows, capacity), dtype=torch.float32),
+        "candidate_ptr": logits.new_empty((rows, capacity), dtype=torch.float32 if part is None else logits.dtype),
         "id_ptr": out.new_empty((rows, capacity), dtype=torch.int32),
         "CAPACITY": capacity,
     }
-    own = slice(0, vocab) if part is None else part.ids
     rest = (positions.contiguous(), offset, per_request, None, out, 1, filters)
-    _run(logits.reshape(rows, vocab), own, 0, part, sampling, *rest)
+    _run(logits.reshape(rows, vocab), part, sampling, *rest)
     return out
 
 
@@ -76,9 +74,8 @@ def propose_tokens(
         out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     if logits.shape[0]:
         unfiltered = dict.fromkeys(_FILTER_ARGUMENTS) | {"CAPACITY": 0}
-        first, rest = 0 if part is None else part.start, (target_ids, out, out.stride(0), unfiltered)
-        own = slice(0, logits.shape[1])
-        _run(logits, own, first, part, sampling, positions.contiguous(), offset, 1, *rest)
+        rest = (target_ids, out, out.stride(0), unfiltered)
+        _run(logits, part, sampling, positions.contiguous(), offset, 1, *rest)
     return out
 
 
@@ -101,8 +98,6 @@ def _histogram(rows: int, device: torch.device) -> torch.Tensor:
 
 def _run(
     logits: torch.Tensor,
-    own: slice,
-    first_id: int,
     part: VocabularyPart | None,
     sampling: SamplingBatch,
     positions: torch.Tensor,
@@ -113,18 +108,16 @@ def _run(
     out_stride: int,
     filters: dict[str, Any],
 ) -> None:
-    """logits [M, V], M = B * per_request rows.
-
-    own: the columns among which this rank looks for the best of an unfiltered row. first_id: id of the first column.
-    """
+    """logits [M, V or the columns of `part`], M = B * per_request rows."""
     rows, vocab = logits.shape
-    tiles = triton.cdiv(vocab, _TILE)
+    tiles, first_id = max(1, triton.cdiv(vocab, _TILE)), 0 if part is None else part.start
     best = torch.empty((rows, tiles), dtype=torch.int64, device=logits.device)
     filtered = filters["CAPACITY"] > 0
     row_arguments: dict[str, Any] = {
         "logits_ptr": logits,
         "row_stride": logits.stride(0),
         "vocab": vocab,
+        "whole_vocab": vocab if part is None else sum(part.widths),
         "per_request": per_request,
         "slots_ptr": sampling.slots,
         "temperature_ptr": sampling.temperature,
@@ -137,16 +130,15 @@ def _run(
         "positions_ptr": positions,
         "offset": offset,
         "ids_ptr": target_ids,
+        "first_id": first_id,
     }
+    exchange = _exchange(part, rows, filtered)
     launch.launch(
         _tile_kernel,
         (tiles, rows),
         num_warps=4,
         **row_arguments,
         **noise_arguments,
-        id_offset=first_id,
-        own_start=own.start,
-        own_stop=own.stop,
         best_ptr=best,
         tile_max_ptr=filters["tile_max_ptr"],
         histogram_ptr=filters["histogram_ptr"],
@@ -154,6 +146,18 @@ def _run(
         TILE=_TILE,
         FILTER=filtered,
     )
+    if filtered and part is not None:
+        launch.launch(
+            sum_kernel,
+            (rows,),
+            num_warps=4,
+            **row_arguments,
+            histogram_ptr=filters["histogram_ptr"],
+            tile_max_ptr=filters["tile_max_ptr"],
+            tiles=tiles,
+            TILES=triton.next_power_of_2(tiles),
+            **exchange,
+        )
     if filtered:
         launch.launch(
             _candidate_kernel,
@@ -177,49 +181,34 @@ def _run(
         out_stride=out_stride,
         tiles=tiles,
         TILES=triton.next_power_of_2(tiles),
-        CHUNK=_CHUNK,
+        CHUNK=_CHUNK if part is None else _CHUNK_OF_RANKS,
         CAPACITY=filters["CAPACITY"],
         SHIFT=_UNUSED_BITS[logits.dtype],
         FILTER=filtered,
-        **_exchange(part, rows),
-        CARD=not launch.INTERPRET,
+        **exchange,
     )
 
 
-def _exchange(part: VocabularyPart | None, rows: int) -> dict[str, Any]:
-    """What the last stage exchanges with: an item a row."""
+def _exchange(part: VocabularyPart | None, rows: int, filtered: bool) -> dict[str, Any]:
+    """What stages exchange with: an item a row, or `ITEMS` where rows may be filtered."""
     if part is None:
         nobody: dict[str, Any] = dict.fromkeys(("buffers_ptr", "epochs_ptr", "state_ptr", "lost_ptr"))
-        return nobody | {"ROOM": 1, "RANK": 0, "WORLD": 1}
+        return nobody | {"ROOM": 1, "RANK": 0, "WORLD": 1, "ITEMS": 1, "CARD": not launch.INTERPRET}
     arguments: dict[str, Any] = dict(part.carrier.arguments)
-    room = arguments.pop("CAPACITY")
-    if rows > room:
-        raise ValueError(f"{rows} rows; at most {room} are exchanged at a time")
-    return arguments | {"ROOM": room}
+    room, items = arguments.pop("CAPACITY"), ITEMS if filtered else 1
+    if rows * items > room or len(part.widths) > MOST_RANKS:
+        raise ValueError(
+            f"{rows} rows on {len(part.widths)} ranks; expected at most {room // items} rows on {MOST_RANKS} ranks"
+        )
+    return arguments | {"ROOM": room, "ITEMS": items, "CARD": not launch.INTERPRET}
 
 
-@triton.jit
-def _row(row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, FILTER: tl.constexpr):
-    """Of a row: where its parameters stand, temperature, top-k (0 = off), top-p (1 = off), whether either is on."""
-    at = (row // per_request).to(tl.int64)
-    if slots_ptr is not None:
-        at = tl.load(slots_ptr + at)
-    temperature = tl.load(temperature_ptr + at)
-    top_k = tl.full((), 0, tl.int64)
-    top_p = tl.full((), 1.0, tl.float64)
-    if FILTER:
-        top_k = tl.load(top_k_ptr + at)
-        top_p = tl.load(top_p_ptr + at)
-    top_k = tl.where(top_k > 0, tl.minimum(top_k, vocab), 0)
-    is_filtered = (temperature > 0) & ((top_k > 0) | (top_p < 1))
-    return at, temperature, top_k, top_p, is_filtered
-
-
-@triton.jit(do_not_specialize=["offset", "id_offset", "own_start", "own_stop"])
+@triton.jit(do_not_specialize=["offset", "first_id"])
 def _tile_kernel(
     logits_ptr,
     row_stride,
     vocab,
+    whole_vocab,
     per_request,
     slots_ptr,
     temperature_ptr,
@@ -230,9 +219,7 @@ def _tile_kernel(
     positions_ptr,
     offset,
     ids_ptr,
-    id_offset,
-    own_start,
-    own_stop,
+    first_id,
     best_ptr,
     tile_max_ptr,
     histogram_ptr,
@@ -241,21 +228,16 @@ def _tile_kernel(
     FILTER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Best (score, id) of a tile, among the own columns; a row that is filtered counts all of them.
-
-    id_offset: id of the first column, where the rows are a shard of the vocabulary.
-    """
+    """Best (score, id) of a tile; a row that is filtered is counted. first_id: of the first column."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile, row = tl.program_id(0), tl.program_id(1)
-    at, temperature, _top_k, _top_p, is_filtered = _row(
-        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, FILTER
+    at, temperature, _top_k, _top_p, is_filtered = row_parameters(
+        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, whole_vocab, FILTER
     )
     column = tile * TILE + tl.arange(0, TILE)
-    if is_filtered:
-        own_start, own_stop = 0, vocab
-    inside = (column >= own_start) & (column < own_stop)
+    inside = column < vocab
     score = tl.load(logits_ptr + row.to(tl.int64) * row_stride + column, inside, other=-float("inf")).to(tl.float32)
     if temperature > 0:
         score = tl.div_rn(score, temperature)
@@ -263,7 +245,7 @@ def _tile_kernel(
         if FILTER:
             note_tile(score, inside, tile, row, temperature, tile_max_ptr, histogram_ptr, count_ptr)
     else:
-        ids = column + id_offset
+        ids = column + first_id
         if temperature > 0:
             noise_ids = ids
             if ids_ptr is not None:
@@ -279,6 +261,7 @@ def _candidate_kernel(
     logits_ptr,
     row_stride,
     vocab,
+    whole_vocab,
     per_request,
     slots_ptr,
     temperature_ptr,
@@ -300,8 +283,8 @@ def _candidate_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    _at, temperature, top_k, top_p, is_filtered = _row(
-        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, True
+    _at, temperature, top_k, top_p, is_filtered = row_parameters(
+        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, whole_vocab, True
     )
     if is_filtered:
         tiles = tl.num_programs(0)
@@ -319,11 +302,12 @@ def _candidate_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["offset"])
+@triton.jit(do_not_specialize=["offset", "first_id"])
 def _pick_kernel(
     logits_ptr,
     row_stride,
     vocab,
+    whole_vocab,
     per_request,
     slots_ptr,
     temperature_ptr,
@@ -334,6 +318,7 @@ def _pick_kernel(
     positions_ptr,
     offset,
     ids_ptr,
+    first_id,
     best_ptr,
     histogram_ptr,
     tile_max_ptr,
@@ -356,6 +341,7 @@ def _pick_kernel(
     ROOM: tl.constexpr,
     RANK: tl.constexpr,
     WORLD: tl.constexpr,
+    ITEMS: tl.constexpr,
     CARD: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -364,27 +350,40 @@ def _pick_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    at, temperature, top_k, top_p, is_filtered = _row(
-        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab, FILTER
+    at, temperature, top_k, top_p, is_filtered = row_parameters(
+        row, per_request, slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, whole_vocab, FILTER
     )
     every = tl.arange(0, TILES)
     best = tl.full((), -(2**63), tl.int64)
+    item = row * ITEMS + ITEMS - 1  # the last one of the row: `sum_histograms` has the others
+    epoch = tl.full((), 0, tl.int32)
+    if WORLD > 1:
+        epoch = tl.load(epochs_ptr + item)
     if is_filtered:
         if FILTER:
             key = row_key(tl.load(seed_ptr + at), tl.load(choice_ptr + at), tl.load(positions_ptr + row) + offset)
             masses = tl.load(tile_mass_ptr + row * tiles + every, every < tiles, other=0)
             tile_max = tl.load(tile_max_ptr + row * tiles + every, every < tiles, other=-float("inf"))
-            best = choose_filtered(
-                logits_ptr + row * row_stride, vocab, temperature, top_k, top_p, key, tl.max(tile_max), tl.sum(masses),
-                tl.load(count_ptr + row), candidate_ptr + row * CAPACITY, id_ptr + row * CAPACITY,
-                CAPACITY, SHIFT, CHUNK,
-            )  # fmt: skip
+            if WORLD > 1:
+                best, epoch = choose_filtered_of_ranks(
+                    logits_ptr + row * row_stride, vocab, first_id, temperature, top_k, top_p, key, tl.max(tile_max),
+                    tl.sum(masses), tl.load(count_ptr + row), candidate_ptr + row * CAPACITY, id_ptr + row * CAPACITY,
+                    item, epoch, buffers_ptr, state_ptr, lost_ptr,
+                    CAPACITY, SHIFT, CHUNK, ROOM, RANK, WORLD, CARD,
+                )  # fmt: skip
+            else:
+                best = choose_filtered(
+                    logits_ptr + row * row_stride, vocab, temperature, top_k, top_p, key, tl.max(tile_max),
+                    tl.sum(masses), tl.load(count_ptr + row), candidate_ptr + row * CAPACITY, id_ptr + row * CAPACITY,
+                    CAPACITY, SHIFT, CHUNK,
+                )  # fmt: skip
             bins = tl.arange(0, NUM_BINS)
             tl.store(histogram_ptr + row * NUM_BINS + bins, tl.zeros((NUM_BINS,), tl.int32))
     else:
         best = tl.max(tl.load(best_ptr + row * tiles + every, every < tiles, other=-(2**63)))
-        if WORLD > 1:  # a filtered row has all columns, on all ranks
-            best = largest_of_all(best, row, buffers_ptr, epochs_ptr, state_ptr, lost_ptr, ROOM, RANK, WORLD, CARD)
+    if WORLD > 1:
+        best = largest_of_all(best, item, epoch, buffers_ptr, state_ptr, lost_ptr, ROOM, RANK, WORLD, CARD)
+        tl.store(epochs_ptr + item, epoch + 1)
     token = unpack_id(best)
     if ids_ptr is not None:
         token = tl.load(ids_ptr + token)

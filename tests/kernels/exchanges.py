@@ -16,8 +16,9 @@ from slipstream.kernels.stream import Stream
 from slipstream.kernels.vocabulary_part import VocabularyPart
 
 
-def peers(size: int, device: str, seconds: float = 2.0) -> list[PeerExchange]:
-    """Rank 0..size - 1, whose memories are ordinary tensors of this process."""
+def peers(size: int, device: str) -> list[PeerExchange]:
+    """Rank 0..size - 1, whose memories are ordinary tensors of this process; in the interpreter nobody waits."""
+    seconds = 2.0 if device == "cuda" else 0.0
     memories = [torch.zeros(num_bytes(size) // 8, dtype=torch.int64, device=device) for _ in range(size)]
     made = [PeerExchange(r, size, [m.data_ptr() for m in memories], device, seconds) for r in range(size)]
     for one in made:

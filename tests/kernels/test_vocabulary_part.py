@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.kernels.gpu import sampling as gpu
+from slipstream.kernels.gpu.tiles import SHARED_BYTES
 from slipstream.kernels.sampling import SamplingBatch, propose_tokens, sample
 from slipstream.kernels.vocabulary_part import VocabularyPart
 
@@ -112,10 +113,10 @@ def test_drafts_are_those_of_one_device():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter: ranks one after the other")
 def test_kernels_of_two_ranks_take_the_twins_tokens(load_test_module, monkeypatch):
+    """Of rows without top-k and top-p; those with are in test_filters_of_ranks_kernels.py."""
     monkeypatch.setattr(gpu, "_TILE", 128)
-    monkeypatch.setattr(gpu, "_CHUNK", 512)
     exchanges = load_test_module(EXCHANGES)
-    logits, batch, positions = case(PLAIN + FILTERED)
+    logits, batch, positions = case(PLAIN)
     peers = exchanges.peers(2, "cpu")
     expected, epochs = sample(logits, batch, positions, 1), peers[0]._epochs.clone()
 
@@ -126,11 +127,10 @@ def test_kernels_of_two_ranks_take_the_twins_tokens(load_test_module, monkeypatc
     for tokens in exchanges.one_after_the_other(peers, sampled):
         assert torch.equal(tokens, expected)
     assert [one.lost() for one in peers] == [None, None]
-    # Of the logits only the filtered rows went over: two items each, after the rows without (one item, a (score, id)).
-    moved = (peers[0]._epochs != epochs).nonzero()[:, 0].tolist()
-    unfiltered, filtered = range(2 * len(PLAIN)), range(2 * len(PLAIN), 2 * len(PLAIN + FILTERED))
-    assert moved == sorted({*unfiltered, *filtered})
+    moved = (peers[0]._epochs - epochs).nonzero()[:, 0].tolist()  # one exchange a row, of a (score, id)
+    assert moved == list(range(gpu.ITEMS - 1, 2 * len(PLAIN) * gpu.ITEMS, gpu.ITEMS))
 
+    logits, batch, positions = case(PLAIN + FILTERED)  # of drafts all rows are without
     target_ids = torch.arange(V) * 3 + 1
     arguments = (batch, positions[:, 0].contiguous(), target_ids, 2)
 
@@ -146,4 +146,5 @@ def test_kernels_of_two_ranks_take_the_twins_tokens(load_test_module, monkeypatc
 def test_compiles_and_the_last_stage_exchanges(capability, cross_compile):
     made = cross_compile(EXCHANGES, "compiled_sampling", capability)
     exchanging = {one["kernel"] for one in made if "st.relaxed.sys.global.b64" in one["ptx"]}
-    assert exchanging == {"_all_gather_kernel", "_pick_kernel"}
+    assert exchanging == {"sum_kernel", "_pick_kernel"}
+    assert all(one["shared"] <= SHARED_BYTES[capability] for one in made)
