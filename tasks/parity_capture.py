@@ -77,11 +77,13 @@ class CaptureFindings:
     """Every slot's rows, and whether the served tokens are those of plain decoding.
 
     tokens, tokens_differ: greedy tokens compared with those of plain decoding on the same context; how many differ.
+    expands: plain decoding was run as a prompt, and latent attention on a CPU rounds otherwise there.
     """
 
     slots: dict[int, SlotRows] = field(default_factory=dict)
     tokens: int = 0
     tokens_differ: int = 0
+    expands: bool = False
 
     def add(
         self,
@@ -108,4 +110,5 @@ class CaptureFindings:
     def describe_tokens(self) -> str:
         if not self.tokens_differ:
             return f"tokens: all {self.tokens} are identical to K = 0 (with a wrong capture, too: they cannot show it)"
-        return f"tokens: {self.tokens_differ} of {self.tokens} differ from K = 0 on the same context"
+        words = f"tokens: {self.tokens_differ} of {self.tokens} differ from K = 0 on the same context"
+        return words + (", which was run as a prompt: latent attention rounds otherwise there" if self.expands else "")

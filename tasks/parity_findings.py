@@ -302,7 +302,7 @@ def examine(
     drafts = DraftFindings(num_steps) if networks and num_steps else None
     exact = {name: in_fp32(network) for name, network in networks.items()}
     acceptance: dict[str, AcceptanceFindings] = {}
-    capture = CaptureFindings()
+    capture = CaptureFindings(expands=target.config.latent is not None and target.device.type == "cpu")
     experts = ExpertFindings(logits.independent) if routed else None
     drafted: list[tuple[RequestTrace, torch.Tensor]] = []
     for number, (prompt, trace) in enumerate(zip(prompts, traces, strict=True)):

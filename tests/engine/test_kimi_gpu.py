@@ -14,10 +14,13 @@ from slipstream.engine.config import EngineConfig
 from slipstream.engine.drafts.eagle3.proposer import Eagle3Proposer
 from slipstream.engine.engine import Engine
 from slipstream.engine.errors import SlipstreamError
+from slipstream.engine.expert_choices import experts_name, record_choices
 from slipstream.engine.loader import load_target
 from slipstream.engine.proposer import OracleProposer
 from slipstream.engine.runner import capture_states
 from slipstream.engine.sampling_params import SamplingParams
+from slipstream.tasks.parity_findings import ParityPrompt, examine
+from slipstream.tasks.parity_target import TargetReference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 KIMI = Path(__file__).parents[1] / "checkpoints" / "kimi.py"
@@ -189,3 +192,25 @@ def test_what_the_kernels_do_not_take_is_refused_before_any_memory(directory, tm
     with pytest.raises(SlipstreamError, match="routed experts with plain weights over bfloat16"):
         load_target(dense, torch.bfloat16, "cuda")
     assert torch.cuda.memory_allocated() == before
+
+
+def test_parity_in_bf16_goes_where_the_card_went(directory, draft, prompts):
+    """Through captured steps: the experts that a trace tells are those of its own rows, A, B, A included."""
+    served, offline = load_target(directory, torch.bfloat16, "cuda"), load_target(directory, torch.bfloat16)
+    record_choices(served)
+    slots, params = (0, 2, 4), replace(GREEDY, max_tokens=32)
+    made = []
+    for graphs in (True, False):
+        config = EngineConfig(num_steps=3, **{**SIZES, "graphs": graphs})
+        engine = Engine(served, config, Eagle3Proposer(draft, 3), slots)
+        engine.start()
+        made.append([a.trace for a in engine.generate([prompts[i] for i in (0, 1, 0, 2, 3)], params, trace=True)])
+    replayed, eager = made
+    for a, b in zip(replayed, eager, strict=True):
+        assert {experts_name(layer) for layer in (1, 2, 3)} < set(a.states) == set(b.states)
+        assert all(torch.equal(a.states[name], b.states[name]) for name in a.states)
+    asked = [ParityPrompt(f"p{i}", "validation", prompts[k], 32) for i, k in enumerate((0, 1, 0, 2, 3))]
+    found = examine(asked, replayed, offline, TargetReference(directory), {}, slots, 3)
+    print(*found.describe(0.005), sep="\n")
+    assert found.failures(max_slot_share=0.1, max_argmax_difference=0.005, max_tau_gap=0.1) == []
+    assert found.experts.choices == 3 * found.logits.positions

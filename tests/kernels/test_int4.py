@@ -168,3 +168,14 @@ def test_a_stack_is_each_weight_arranged_in_the_memory_it_had(count, rows, colum
     assert all(torch.equal(a, b) for a, b in zip(disarrange(stack), (packed, scale), strict=True))
     with pytest.raises(ValueError, match="whole blocks of 32 rows"):
         arrange_stack(packed[: count * 16], scale[: count * 16], count)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_stack_is_put_in_order_on_a_card_as_on_a_cpu():
+    packed = torch.randint(-(2**31), 2**31 - 1, (40 * 512, 896), dtype=torch.int32)
+    scale = torch.rand(40 * 512, 224).bfloat16()
+    on_card = arrange_stack(packed.cuda(), scale.cuda(), 40, 256)
+    on_cpu = arrange_stack(packed, scale, 40, 256)
+    assert torch.equal(on_card.words.cpu(), on_cpu.words)
+    assert torch.equal(on_card.scales.cpu(), on_cpu.scales)

@@ -92,6 +92,7 @@ def test_right_wiring_passes_though_experts_flip(clean):
     assert clean.acceptance["validation"].differing_rounds == 0
     (line,) = [line for line in clean.describe(0.005) if line.startswith("experts: ")]
     assert f"{found.differ} of {found.choices} choices (rows x layers) are not those of transformers" in line
+    assert clean.capture.describe_tokens().endswith("run as a prompt: latent attention rounds otherwise there")
     assert clean.to_dict()["experts"]["own_differ"] == found.own_differ
 
 
