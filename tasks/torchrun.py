@@ -7,11 +7,12 @@ that ended badly. A rank that dies takes the others of its host along; when this
 
 import json
 import os
+import shutil
 import sys
-import tempfile
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from slipstream.engine.device import resolve_device
@@ -109,12 +110,10 @@ def main(words: Sequence[str]) -> None:
     """Entry: `python -P -m ... JSON [PARENT]`; PARENT is the process to end with."""
     if words[1:]:
         die_with(int(words[1]))
-    value = json.loads(words[0])
+    launch = Launch.of(json.loads(words[0]))
     try:
-        launch = Launch.of({**value, "device": resolve_device(value["device"])})
-        launch = Launch.of(
-            {**json.loads(launch.to_json()), "processes": processes_here(launch.processes, launch.device)}
-        )
+        device = resolve_device(launch.device)
+        launch = replace(launch, device=device, processes=processes_here(launch.processes, device))
     except SlipstreamError as error:
         tell("rank_failed", rank=None, error=words_of(error))
         sys.exit(1)
@@ -123,14 +122,16 @@ def main(words: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    with tempfile.TemporaryDirectory(prefix="slipstream-torchrun-") as logs:
-        rank = ["-m", "slipstream.tasks.train_rank", launch.to_json(), str(os.getpid())]
-        try:
-            run(parse_args([*arguments(launch), f"--log-dir={logs}", *rank]))
-        except ChildFailedError as error:
-            for number, failure in sorted(error.failures.items()):
-                tell("rank_ended", rank=number, pid=failure.pid, exit_code=failure.exitcode)
-            sys.exit(1)
+    # A folder for torchrun's own files, which is made elsewhere and left otherwise; whoever starts again clears it.
+    logs = (Path(launch.store) if launch.stage is None else Path(launch.stage).parent) / "torchrun"
+    shutil.rmtree(logs, ignore_errors=True)
+    rank = ["-m", "slipstream.tasks.train_rank", launch.to_json(), str(os.getpid())]
+    try:
+        run(parse_args([*arguments(launch), f"--log-dir={logs}", *rank]))
+    except ChildFailedError as error:
+        for number, failure in sorted(error.failures.items()):
+            tell("rank_ended", rank=number, pid=failure.pid, exit_code=failure.exitcode)
+        sys.exit(1)
 
 
 def _share_of_cores(launch: Launch) -> int:

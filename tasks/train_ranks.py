@@ -1,10 +1,10 @@
 """The train stage over several processes: starts this host's ranks, tells what rank 0 tells, and ends them all."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -24,6 +24,7 @@ from slipstream.tasks.train_words import Heard
 # Variable: the file that says where this host meets others that train (`Meeting`, and `parts` of `train_rank.Stage`).
 # Unset: it trains alone.
 MEETING = "TRAINING_MEETING"
+RANKS = "train-ranks"  # in the working directory, while they run: what they are told, and torchrun's own files
 STOP_SECONDS = 20.0
 GONE_SECONDS = 10.0
 
@@ -66,14 +67,16 @@ def train_by_ranks(
     if where is not None:
         _check_port(where.port)
     heard = Heard(context.reporter)
-    with tempfile.TemporaryDirectory(prefix="slipstream-train-") as folder:
-        path = Path(folder) / "stage.json"
-        write_json(path, stage)
-        store, threads = str(context.input("extract") / STORE), threads_of(config.host.threads, processes)
-        with _torchrun(Launch(processes, device, 0, where, store, threads, str(path)), heard) as lines:
-            for line in lines:
-                if not heard.line(line):
-                    print(line, end="", file=sys.stderr, flush=True)  # for the log
+    folder = context.workdir / RANKS
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "stage.json", stage)
+    store, threads = str(context.input("extract") / STORE), threads_of(config.host.threads, processes)
+    launch = Launch(processes, device, 0, where, store, threads, str(folder / "stage.json"))
+    with _torchrun(launch, heard) as lines:
+        for line in lines:
+            if not heard.line(line):
+                print(line, end="", file=sys.stderr, flush=True)  # for the log
+    shutil.rmtree(folder)
     if heard.figures is None:
         raise heard.error()
     return heard.figures

@@ -94,7 +94,9 @@ class Heard:
         words, rank = failed["error"], failed["rank"]
         if isinstance(words, str):
             return self._of_rank(rank, f"failed: {words}")
-        return SlipstreamError(**(words if not rank else {**words, "found": f"{self._name(rank)}: {words['found']}"}))
+        found = words["found"]  # of rank 0 it is the stage's own error, of none that of torchrun's start
+        named = f"{self._name(rank)}: {found}" if rank else f"{found}{self._where if rank is None else ''}"
+        return SlipstreamError(**{**words, "found": named})
 
     def _of_rank(self, rank: int, how: str) -> SlipstreamError:
         return SlipstreamError(

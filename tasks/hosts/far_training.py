@@ -37,6 +37,18 @@ from slipstream.tasks.train_words import LOST_OTHERS, Heard
 if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
+# Whether ports of a host can be reached: one where nobody listens answers that, too. Arguments: address, ports.
+REACH = """
+import socket, sys
+for port in map(int, sys.argv[2:]):
+    try:
+        socket.create_connection((sys.argv[1], port), 5).close()
+    except ConnectionRefusedError:
+        pass
+    except OSError as error:
+        sys.exit(f"{sys.argv[1]}:{port}: {error}")
+"""
+A_KERNELS_PORT = 47_000  # in the range from which kernels give out ports
 STAGE = "train"
 NODE = "train-node"
 # How long one side's own words are waited for where the other only missed it: logs are read every few seconds.
@@ -72,6 +84,7 @@ def train_over_hosts(
         if not force and far_looks(host, (STAGE,), deployment, workdir)[0].done:
             return run_far_stage(host, STAGE, deployment, workdir, reporter)
         _check_environments(host, nodes)
+        meeting = _meeting(deployment)
         env = {MEETING: f"{host.directory}/{RUNS}/{name}.meeting.json"}
         if not _runs_everywhere(host, name, nodes):
             for each, job in ((host, stage_job(name, STAGE)), *((node.host, node.job) for node in nodes)):
@@ -79,9 +92,9 @@ def train_over_hosts(
             store = _store_of(host, name, Path(temporary))
             if store is None:  # the stage says what is missing
                 return run_far_stage(host, STAGE, deployment, workdir, reporter, force=force)
+            _check_ways(nodes, meeting)
             others = [node.host for node in nodes]
             parts = lay_parts(host, others, store, deployment, workdir, Path(temporary), say)
-            meeting = _meeting(deployment)
             path = Path(temporary) / "meeting.json"
             write_json(path, {**vars(meeting), "parts": parts})
             host.put(path, f"{RUNS}/{name}.meeting.json")
@@ -146,6 +159,21 @@ def _check_environments(host: Host, nodes: Sequence[_Node]) -> None:
             do="run `slipstream host provision CONFIG`",
             runbook="first-deployment.md",
         )
+
+
+def _check_ways(nodes: Sequence[_Node], meeting: Meeting) -> None:
+    """Raises SlipstreamError where a host cannot reach the first one: its ranks would wait for half an hour."""
+    for node in nodes:
+        command = (node.deployment.host.python, "-c", REACH, meeting.address, str(meeting.port), str(A_KERNELS_PORT))
+        done = node.host.run(command)
+        if done.exit_code:
+            raise SlipstreamError(
+                f"{node.host.name} does not reach the first host at {done.stderr.strip()[-200:]}",
+                expected="an open way between all hosts that train together",
+                do="set training.rendezvous_address to an address that it reaches; open the ports that "
+                "training.hosts needs (its description says which), or train on the first host alone",
+                runbook="host-unreachable.md",
+            )
 
 
 def _runs_everywhere(host: Host, name: str, nodes: Sequence[_Node]) -> bool:

@@ -155,6 +155,7 @@ WORDS = {"found": "a store of others", "expected": "ours", "do": "extract", "run
             True,
         ),
         ([{"event": "rank_failed", "rank": 2, "error": "KeyError"}], "rank 2 on user@b:22 failed: KeyError", True),
+        ([{"event": "rank_failed", "rank": None, "error": WORDS}], "a store of others on user@b:22", True),
         # of several that ended the one that did not end for another's sake
         (
             [

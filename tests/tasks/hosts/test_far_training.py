@@ -77,6 +77,9 @@ def test_two_hosts_make_the_draft_of_one(fleet, machine_tools, tmp_path):
     machines, deployment, (alone, folder) = fleet()
     workdir, runs = deployment.host.workdir, tmp_path / "far1" / "runs"
     lay_share(folder / "extract" / "store", runs / "demo-1-of-2" / "extract" / "store")
+    spoilt = runs / "demo.train-part" / "states-00000.safetensors"  # as a disk may leave it
+    spoilt.parent.mkdir()
+    spoilt.write_bytes(bytes((folder / "extract" / "store" / spoilt.name).stat().st_size))
     one = run_stage(train.STAGE, alone, folder)
 
     listener = machine_tools.Listener()
@@ -99,6 +102,8 @@ def test_two_hosts_make_the_draft_of_one(fleet, machine_tools, tmp_path):
     assert "states-00001.safetensors" in shards
     assert 1 < len(shards) < len(whole.shards)
     assert (part / "states-00001.safetensors").stat().st_nlink == 2
+    for name in shards:
+        assert (part / name).read_bytes() == (folder / "extract" / "store" / name).read_bytes()
     assert any(
         f"holds {len(shards)} of {len(whole.shards)} shards, 1 of them its own" in text for text in listener.said
     )
@@ -113,6 +118,11 @@ def test_a_lost_host_ends_all_by_name_and_the_run_goes_on_from_the_checkpoint(fl
     machines, deployment, _ = fleet(epochs=2000, checkpoint_every_seconds=0.05)
     workdir, first = deployment.host.workdir, machines[0].host(tmp_path / "far0")
     checkpoint = tmp_path / "far0" / "runs" / "demo" / "train.partial" / "checkpoint"
+    # hosts that do not reach each other are told at once
+    training = deployment.training.model_copy(update={"rendezvous_address": "192.0.2.1"})
+    apart = deployment.model_copy(update={"training": training})
+    with pytest.raises(SlipstreamError, match=r"does not reach the first host at 192\.0\.2\.1:29400: "):
+        train_over_hosts(first, apart, workdir, machine_tools.Listener())
     with pytest.raises(SlipstreamError, match="a host was lost while all trained") as error:
         train_over_hosts(first, deployment, workdir, machine_tools.Listener("progress", machines[1].power_off))
     assert machines[1].listen in error.value.found
