@@ -9,13 +9,13 @@ of its own with nothing behind it. A control with a planted store past the end c
 it, nothing below means anything. Ends with 1 on any error, on a test that failed, and on a group that did not come to
 its end. Run the tests once without the sanitizer before: it makes compiling slow.
 
-Not counted, but told: what racecheck and synccheck find inside kernels of other libraries (memcheck and initcheck count
-whoever reads, for what a library's kernel reads may be ours); and races of racecheck that an mbarrier orders. It
+Not counted, but told: what racecheck and synccheck find inside kernels of other libraries (memcheck and initcheck
+count whoever reads, for what a library's kernel reads may be ours); and races of racecheck that an mbarrier orders. It
 follows no mbarrier in a loop, and takes the copying thread for a writer that nothing orders (FlashAttention's
 AI/RACECHECK_TMA_HAZARD.md found the same). That such a ring waits is tested on the emulated GPU. Two kinds are told
-apart, by the disassembled kernel: a bulk copy and the readers of the ring that it fills (the write is that
-instruction); and words that are handed on (the run of stores stands between a wait at an mbarrier and an arrival at
-another, each run of loads behind a wait at that other one).
+apart, by the disassembled kernel: a bulk copy and the readers of the ring that it fills, or sums sent through a
+cluster (the write is an instruction whose bytes an mbarrier counts); and words that are handed on (the run of stores
+stands between a wait at an mbarrier and an arrival at another, each run of loads behind a wait at that other one).
 
 And synccheck's divergent threads at a cluster's barrier, which warps with parts of their own reach at instructions of
 their own, as PTX allows. Where a CTA is its own cluster the compiler takes the CTA's barrier 0 instead, which counts
@@ -111,12 +111,13 @@ torch.cuda.synchronize()
 PRINT_LIMIT = 50_000  # errors that racecheck and synccheck print: each is looked at
 # Demangled C++ templates and the names of cuBLAS; ours are extern "C" or Triton's.
 FOREIGN = ("nvjet_", "cublas", "cutlass", "gemm", "gemv", "void ", "at::", "nccl")
-BULK_COPY, WAIT, ARRIVAL = "UBLKCP", "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # instructions; the latter two of an mbarrier
+COUNTED = ("UBLKCP", "STAS")  # instructions whose bytes an mbarrier counts: bulk copies, st.async
+WAIT, ARRIVAL = "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # of an mbarrier
 CTA_BARRIER, CLUSTER_WAIT = "BAR.SYNC", "UCGABAR_WAIT"
 NEAR = 64  # instructions between words and their wait or arrival: the rest of their run and what is computed in between
 ON_OTHER_BRANCH = 4  # instructions between a cluster's wait and what stands for it where a CTA is alone
 BYTES = 16  # of an instruction
-IN_LIBRARIES, OF_BULK_COPIES = "in other libraries' kernels", "of bulk copies, ordered by an mbarrier"
+IN_LIBRARIES, OF_BULK_COPIES = "in other libraries' kernels", "of bulk copies or sent sums, ordered by an mbarrier"
 OF_WORDS = "of words stored between a wait and an arrival at mbarriers and read behind a wait at the latter"
 OF_CLUSTERS = "at barriers of a CTA that is its own cluster, which each role reaches by its own instruction"
 
@@ -181,7 +182,7 @@ def errors_of(tool: str, words: str, instruction: Callable[[str, int], str]) -> 
         writes = {(kernel, int(address, 16)) for access, kernel, address in places if access == "Write"}
         if kernels and all(kernel.startswith(FOREIGN) for kernel in kernels):
             why = IN_LIBRARIES
-        elif writes and all(instruction(*write).startswith(BULK_COPY) for write in writes):
+        elif writes and all(instruction(*write).startswith(COUNTED) for write in writes):
             why = OF_BULK_COPIES
         elif tool == "racecheck" and writes and _are_handed_on(instruction, places):
             why = OF_WORDS

@@ -19,7 +19,7 @@ BARRIER = """========= Barrier error detected. Divergent thread(s) in block.
 =========     Saved host backtrace up to driver entry point at kernel launch time
 =========
 """
-COPY, STORE = 0x42F0, 0x4410
+COPY, SENT, STORE = 0x42F0, 0x4380, 0x4410
 WORD = """========= Error: Race reported between Read access at bulk_0_0_1_2_1_4+0xe30
 =========     and Write access at bulk_0_0_1_2_1_4+0x5130 [12 hazards]
 =========
@@ -66,7 +66,8 @@ def sanitize(load_test_module):
 
 
 def instruction(kernel: str, address: int) -> str:
-    return {COPY: "UBLKCP.S.G [UR10], [UR8], UR6, desc[UR4] ", STORE: "STS.128 [R2], R4 "}.get(address, "")
+    code = {COPY: "UBLKCP.S.G [UR10], [UR8], UR6, desc[UR4] ", SENT: "STAS [R2], R4 ", STORE: "STS.128 [R2], R4 "}
+    return code.get(address, "")
 
 
 def race(count: int) -> str:
@@ -74,7 +75,7 @@ def race(count: int) -> str:
 
 
 def test_only_races_of_ours_that_no_mbarrier_orders_are_counted(sanitize):
-    words = FOREIGN * 3 + RING.format(COPY) * 2 + RING.format(STORE) + race(6)
+    words = FOREIGN * 3 + RING.format(COPY) + RING.format(SENT) + RING.format(STORE) + race(6)
     found = sanitize.errors_of("racecheck", words, instruction)
     assert found.counted == 1
     assert found.aside[sanitize.IN_LIBRARIES].total() == 3
