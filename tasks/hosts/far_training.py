@@ -243,7 +243,7 @@ class _Watch:
                 f"a host was lost while all trained: {lost[0].found}; the others were stopped",
                 expected="all hosts reachable: each computes a part of every batch",
                 do="see what became of it, then give the same command again: it goes on from the last checkpoint. "
-                "Without the host in host.more, or with training.hosts: first, it goes on without it",
+                "Others than the first can be left out: of host.more, or by training.hosts: first",
                 runbook="host-unreachable.md",
             )
         return next((problem for problem, began in problems if began), error)
