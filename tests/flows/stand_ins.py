@@ -49,9 +49,23 @@ def _body(stage: Any) -> Any:
             return stage.run(context)
         if server is not None:
             return _proven(context, server)
+        if stage.name in ("regenerate", "extract"):
+            _share(stage.name, context.out)
         return _report(context) if stage.name == "report" else {"answer": 42}
 
     return run
+
+
+def _share(stage: str, out: Path) -> None:
+    """What a share's fetch takes: no conversation, and a store of no shard."""
+    from slipstream.tasks.conversations import CONVERSATIONS
+    from slipstream.tasks.shares import STORE, STORE_MANIFEST
+
+    if stage == "regenerate":
+        (out / CONVERSATIONS).write_text("")
+    else:
+        (out / STORE).mkdir()
+        (out / STORE / STORE_MANIFEST).write_text('{"shards": []}')
 
 
 def _start(workdir: Path) -> None:
