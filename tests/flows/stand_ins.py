@@ -49,7 +49,7 @@ def _body(stage: Any) -> Any:
             return stage.run(context)
         if server is not None:
             return _proven(context, server)
-        if stage.name in ("regenerate", "extract"):
+        if stage.name in ("regenerate", "extract") and context.config.data.share[1] > 1:
             _share(stage.name, context.out)
         return _report(context) if stage.name == "report" else {"answer": 42}
 
