@@ -73,8 +73,8 @@ class Host(Section):
     more: Annotated[tuple[OtherHost, ...], Field(strict=False)] = Field(
         default=(),
         description="Further far hosts (kind ssh), each by what differs from the first: `doctor` and `host` take them "
-        "too, the lifecycle has them answer and extract shares of the prompts, and train where training.hosts says so; "
-        "every other stage runs on the first host only.",
+        "too, the lifecycle has them answer and extract shares of the prompts, and train where training.hosts says so, "
+        "`roll` has all of them serve; every other stage runs on the first host only.",
     )
     task_runner: Literal["threads", "ray"] = Field(
         default="threads",

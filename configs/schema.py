@@ -1,4 +1,4 @@
-"""The schema of a deployment: twelve frozen sections.
+"""The schema of a deployment: thirteen frozen sections.
 
 `slipstream.configs.load.load` reads one from a YAML file, the environment and `--set`; `Deployment(...)` alone reads
 neither file nor environment, so that a test or a notebook gets exactly what it wrote.
@@ -10,6 +10,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from slipstream.configs.host import Host
 from slipstream.configs.making import Capture, Data, Draft, Target, Training
 from slipstream.configs.nccl import Nccl
+from slipstream.configs.roll import Roll
 from slipstream.configs.serving import Benchmark, Gates, Server, Speculation
 from slipstream.configs.sglang import Sglang
 
@@ -27,6 +28,7 @@ __all__ = [
     "Gates",
     "Host",
     "Nccl",
+    "Roll",
     "Server",
     "Sglang",
     "Speculation",
@@ -52,6 +54,7 @@ class Deployment(BaseSettings):
     sglang: Sglang = Field(default=Sglang(), description="What only SGLang has, with server.engine: sglang.")
     nccl: Nccl = Field(default=Nccl(), description="Variables of NCCL, the library that sums over GPUs.")
     host: Host = Field(default=Host(), description="The machine and its folders.")
+    roll: Roll = Field(default=Roll(), description="How servers are replaced one by one.")
     benchmark: Benchmark = Field(default=Benchmark(), description="What is measured.")
     gates: Gates = Field(default=Gates(), description="What a run must reach.")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from slipstream.configs.schema import Deployment
     from slipstream.tasks.reporting import Reporter
     from slipstream.tasks.stage import Stage, StageResult
 
@@ -58,6 +59,17 @@ def run_each(
         stage_runner(deployment, directory, reporter, force=force) as run,
     ):
         return [run(stage) for stage in stages]
+
+
+def stop_replicas(deployment: "Deployment", workdir: Path, *, as_json: bool) -> None:
+    """Ends the servers that a roll has left on the further hosts of a deployment, where there are any."""
+    if not deployment.host.more:
+        return
+    from slipstream.flows.signals import unwinding_signals
+    from slipstream.tasks.hosts.replicas import stop_others
+
+    with unwinding_signals(), _reporter(as_json) as reporter:
+        stop_others(deployment, workdir, reporter)
 
 
 @contextmanager

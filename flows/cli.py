@@ -21,9 +21,9 @@ import typer
 import slipstream.kernels  # noqa: F401  (first: it sets what torch reads when it is imported)
 from slipstream.engine.errors import SlipstreamError
 from slipstream.flows.arguments import AsJson, Config, EngineVersion, Force, Overrides, Workdir
-from slipstream.flows.by_hand import run_each, run_stages
+from slipstream.flows.by_hand import run_each, run_stages, stop_replicas
 from slipstream.flows.host_cli import doctor, host_app
-from slipstream.flows.prefect_cli import abandon, require_prefect, up
+from slipstream.flows.prefect_cli import abandon, require_prefect, roll, up
 
 app = typer.Typer(
     name="slipstream",
@@ -37,6 +37,7 @@ app.add_typer(host_app, name="host")
 app.command("doctor")(doctor)
 app.command("up")(up)
 app.command("abandon")(abandon)
+app.command("roll")(roll)
 
 
 @app.command()
@@ -229,18 +230,19 @@ def clean(config: Config, overrides: Overrides = None, workdir: Workdir = None, 
     from slipstream.tasks.cleanup import refuse_left
     from slipstream.tasks.lock import WorkdirInUse
 
-    folder = load(config, overrides or ()).deployment.host.workdir if workdir is None else workdir
-    left = []
-    try:
-        run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True)
-    except WorkdirInUse:
-        raise
-    except SlipstreamError as error:
-        left.append(error)
-    try:
-        stop_left_over(folder)  # Prefect's own server, of a run that was killed
-    except SlipstreamError as error:
-        left.append(error)
+    deployment = load(config, overrides or ()).deployment
+    folder, left = deployment.host.workdir if workdir is None else workdir, []
+    for end in (
+        lambda: run_stages(("cleanup",), config, overrides, workdir, as_json=as_json, force=True),
+        lambda: stop_replicas(deployment, folder, as_json=as_json),
+        lambda: stop_left_over(folder),  # Prefect's own server, of a run that was killed
+    ):
+        try:
+            end()
+        except WorkdirInUse:
+            raise
+        except SlipstreamError as error:
+            left.append(error)
     refuse_left(left)
 
 

@@ -1,4 +1,4 @@
-"""`slipstream up` and `slipstream abandon`: commands about Prefect."""
+"""`slipstream up`, `slipstream abandon` and `slipstream roll`: commands that need Prefect."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -63,10 +63,21 @@ def up(
     print(f"stop:    slipstream up --stop{'' if home == HOME else f' --home {home}'}")
 
 
+def roll(config: Config, overrides: Overrides = None) -> None:
+    """Replace the servers on all hosts of a deployment (host.more) one by one, with drain and a way back.
+
+    A load balancer must look at /health of each. The finished draft is brought to the other hosts first.
+    """
+    require_prefect("roll")
+    from slipstream.flows.run import run_roll
+
+    run_roll(config, overrides or ())
+
+
 def abandon(config: Config, overrides: Overrides = None) -> None:
     """End a run whose process is dead: stop what it left, and tell Prefect's server that it crashed.
 
-    After flows `serve` and `stage` the server that ran before comes back.
+    After flows `serve`, `stage` and `roll` the servers that ran before come back.
     """
     require_prefect("abandon")
     from slipstream.configs.load import load

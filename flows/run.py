@@ -1,6 +1,7 @@
-"""`slipstream run`: the flow with its Prefect server, its progress and its end, for a person at a terminal."""
+"""`slipstream run`, `roll`: a flow with its Prefect server, its progress and its end, for a person at a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,28 +28,57 @@ def run_lifecycle(
     Raises SlipstreamError for people; KeyboardInterrupt or SystemExit when it was ended from outside. In every case
     nothing that it started is left running, but for the server with `server.after: keep`.
     """
-    console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, LOG_WIDTH)
+    console = _wide(console or Console())
     deployment = load(config, overrides).deployment
-    workdir = deployment.host.workdir
-    with unwinding_signals(), workdir_lock(workdir), prefect_server(workdir):
-        from slipstream.flows.deployed import REPORTER  # only now: prefect reads its settings when imported
+    report = stage_folder(deployment, deployment.host.workdir, "report")
+    with _at_a_terminal(deployment.host.workdir, console) as reporting:
         from slipstream.flows.lifecycle import lifecycle
 
-        token = None
         try:
-            with RichReporter(console) as reporter:
-                token = REPORTER.set(reporter)
+            with reporting():
                 stages = lifecycle(str(config), list(overrides))
         except GatesFailed:
-            _print_report(stage_folder(deployment, workdir, "report"), console)  # the figures say more than the error
+            _print_report(report, console)  # the figures say more than the error
             raise
-        finally:
-            if token is not None:
-                REPORTER.reset(token)
-        _print_report(stage_folder(deployment, workdir, "report"), console)
+        _print_report(report, console)
         return stages
+
+
+def run_roll(config: Path, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Replaces the servers on all hosts of a deployment, as flow `roll` does, and prints where they answer."""
+    console = _wide(Console())
+    with _at_a_terminal(load(config, overrides).deployment.host.workdir, console) as reporting:
+        from slipstream.flows.roll import roll
+
+        with reporting():
+            rows = roll(str(config), list(overrides))
+        for row in rows:
+            console.print(f"{row['host']}: {row['base_url']} (pid {row['pid']})", highlight=False)
+        return rows
+
+
+def _wide(console: Console) -> Console:
+    if not console.is_terminal:
+        console.width = max(console.width, LOG_WIDTH)
+    return console
+
+
+@contextmanager
+def _at_a_terminal(workdir: Path, console: Console) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """A Prefect server for flows that a person watches. Yields what shows their progress while they run."""
+    with unwinding_signals(), workdir_lock(workdir), prefect_server(workdir):
+        from slipstream.flows.deployed import REPORTER  # only now: prefect reads its settings when imported
+
+        @contextmanager
+        def reporting() -> Iterator[None]:
+            with RichReporter(console) as reporter:
+                token = REPORTER.set(reporter)
+                try:
+                    yield
+                finally:
+                    REPORTER.reset(token)
+
+        yield reporting
 
 
 def _print_report(folder: Path, console: Console) -> None:

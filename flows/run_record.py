@@ -21,7 +21,7 @@ from slipstream.tasks.process import ProcessIdentity, is_alive
 FILE = "flow-run.json"
 UNTOLD = "flow-run-"  # and its id: a dead run whose server could not be told, when the next one came
 # The stage that deals with what a run left: a server that one replaced comes back.
-AFTER = {"lifecycle": "cleanup", "cleanup": "cleanup", "serve": "restore", "stage": "restore"}
+AFTER = {"lifecycle": "cleanup", "cleanup": "cleanup", "serve": "restore", "stage": "restore", "roll": "restore"}
 UNWOUND: set[str] = set()  # flow runs of this process whose `finally` has run: their hooks have nothing to clean up
 
 

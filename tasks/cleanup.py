@@ -30,6 +30,7 @@ from slipstream.tasks.process import (
     stop_group,
 )
 from slipstream.tasks.registry import get_stage
+from slipstream.tasks.roll_mark import end_roll
 from slipstream.tasks.shared_memory import (
     Segment,
     forgotten,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 PORT_SECONDS = 10.0
 GPU_SECONDS = 100.0
 READY_SUFFIX = ".ready.json"  # written by the server itself: which port it got
+LEAVE_SUFFIX = ".leave"  # while it is there, the server tells whoever balances load to send no more (drain.py)
 SEGMENTS_SUFFIX = ".segments.json"  # the shared memory that a server held when it was ready
 SEGMENTS_BEFORE = "segments_before"  # key of a state file's notes: device and inode of all that was there at the launch
 
@@ -87,6 +89,7 @@ def run(context: StageContext) -> dict[str, Any]:
     Raises SlipstreamError, once everything else is stopped, that names all that was left: F15 for what of ours does not
     come back, and the records that cannot be read.
     """
+    end_roll(context.workdir)
     left = forget_last_good(context.workdir)  # first: whoever is killed in the middle of an end has still ended it
     drain = context.config.server.shutdown_timeout_seconds
     stopped, not_stopped = stop_each(context.workdir, drain_seconds=drain, say=context.say)
@@ -217,6 +220,7 @@ def stop_recorded(state_file: Path, *, drain_seconds: float) -> Stopped | None:
         check_port(*address)
     _wait_for_gpus(record)
     ready_file.unlink(missing_ok=True)
+    state_file.with_name(f"{name}{LEAVE_SUFFIX}").unlink(missing_ok=True)
     _segments_file(state_file).unlink(missing_ok=True)
     forget(state_file)
     if damaged is not None:

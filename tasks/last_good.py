@@ -66,7 +66,7 @@ def keep_last_good(workdir: Path, draft: Path | None, settings: dict[str, Any], 
         kept = draft.name
     elif draft is not None:
         kept = f"{DRAFT}-{number}"  # never a name that a record had
-        shutil.copytree(draft, folder / kept, copy_function=_link)
+        shutil.copytree(draft, folder / kept, copy_function=link_or_copy)
     port = int(record.notes.get("port", 0))
     made = LastGood(record.identity, record.command, port, settings, kept)
     write_json(folder / f"record-{number}.json", asdict(made))
@@ -141,7 +141,7 @@ def what_makes_it(settings: dict[str, Any]) -> dict[str, Any]:
     return {**{key: settings.get(key) for key in SAME}, "target": target, "draft": draft.get("fingerprint")}
 
 
-def _link(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
     """A hard link where the file system has them, else a copy."""
     try:
         os.link(source, target)

@@ -15,6 +15,7 @@ from slipstream.tasks.bench_client import ask_all
 from slipstream.tasks.bench_prompts import benchmark_prompts
 from slipstream.tasks.checks import find, gather, refuse, refuse_other_engine
 from slipstream.tasks.cleanup import check_gpus, clean
+from slipstream.tasks.drain import join
 from slipstream.tasks.facts import PARITY, Facts
 from slipstream.tasks.last_good import keep_last_good, read_last_good
 from slipstream.tasks.manifest import MANIFEST, read_json, write_json
@@ -64,13 +65,14 @@ def _replace(context: StageContext, facts: Facts) -> dict[str, Any]:
     def follow(done: float, total: float, phase: str) -> None:
         context.progress(done, total, phase=phase)
 
-    server = start_server(config, workdir, plan, progress=follow)
+    server = start_server(config, workdir, plan, progress=follow, left=True)  # no traffic before it is proven
     try:
         promise = server.settings["row_invariance"]
         context.say(f"ready at {server.url} after {server.seconds:.1f} s; {promise['detail']}: {promise['promise']}")
         smoke = smoke_test(context, server, plan)
         write_json(context.out / SETTINGS, server.settings)
         keep_last_good(workdir, plan.draft, server.settings)
+        join(workdir)
     except BaseException:  # also where the disk is full: no server that nobody notes
         stop_server(config, workdir)
         raise

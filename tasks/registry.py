@@ -177,7 +177,7 @@ STAGES = (
         run=_run("report"),
     ),
 )
-# Not of the lifecycle: run on demand, and by flows that have to take a launch back.
+# Not of the lifecycle: run on demand, by flows that have to take a launch back, and before a replica is replaced.
 RESTORE = Stage(
     name="restore",
     version=1,
@@ -186,19 +186,29 @@ RESTORE = Stage(
     run=_run("restore"),
     cached=False,
 )
+DRAIN = Stage(
+    name="drain",
+    version=1,
+    needs=(),
+    config_sections=("roll",),
+    run=_run("drain"),
+    cached=False,
+)
 NAMES = tuple(stage.name for stage in STAGES)
 _BY_NAME = {stage.name: stage for stage in STAGES}
 
 
 def get_stage(name: str) -> Stage:
     """The stage of that name. Raises UnknownStage, which names the nearest one."""
-    if name == RESTORE.name:
-        return RESTORE
+    if name in (RESTORE.name, DRAIN.name):
+        return RESTORE if name == RESTORE.name else DRAIN
     if name not in NAMES:
-        near = max((*NAMES, RESTORE.name), key=lambda known: SequenceMatcher(None, name.lower(), known).ratio())
+        near = max(
+            (*NAMES, RESTORE.name, DRAIN.name), key=lambda known: SequenceMatcher(None, name.lower(), known).ratio()
+        )
         raise UnknownStage(
             f"there is no stage {name!r}",
-            expected=f"one of {', '.join(NAMES)}, or {RESTORE.name}",
+            expected=f"one of {', '.join(NAMES)}, {RESTORE.name} or {DRAIN.name}",
             do=f"the nearest one is {near}: `slipstream stage {near} CONFIG`",
         )
     return _BY_NAME[name]
@@ -206,7 +216,7 @@ def get_stage(name: str) -> Stage:
 
 def is_registered(stage: Stage) -> bool:
     """Whether a host that is only told its name runs this very stage."""
-    return stage in STAGES or stage is RESTORE
+    return stage in STAGES or stage in (RESTORE, DRAIN)
 
 
 def all_stages() -> tuple[Stage, ...]:

@@ -25,6 +25,7 @@ from slipstream.tasks.cleanup import (
     stop_recorded,
 )
 from slipstream.tasks.counters import read_counters, read_settings
+from slipstream.tasks.drain import join, leave, leave_file, read_health
 from slipstream.tasks.facts import DRAFT, resolved_target
 from slipstream.tasks.hosts.gpu_claim import hold_gpus, refuse_held_gpus
 from slipstream.tasks.process import STATE_SUFFIX, Detached, ProcessIdentity, start_detached, tail
@@ -173,6 +174,7 @@ def server_command(deployment: "Deployment", plan: ServerPlan, ready_file: Path)
         "--host": server.host,
         "--port": plan.port,
         "--state-file": ready_file.absolute(),
+        "--leave-file": leave_file(ready_file.parent, ready_file.name.removesuffix(READY_SUFFIX)).absolute(),
         "--max-running-requests": server.max_running_requests,
         "--max-context-tokens": server.max_context_tokens,
         "--block-size-tokens": server.block_size_tokens,
@@ -198,7 +200,13 @@ def chooses_steps(deployment: "Deployment", plan: ServerPlan) -> bool:
 
 
 def start_server(
-    deployment: "Deployment", workdir: Path, plan: ServerPlan, *, name: str = "server", progress: Progress | None = None
+    deployment: "Deployment",
+    workdir: Path,
+    plan: ServerPlan,
+    *,
+    name: str = "server",
+    progress: Progress | None = None,
+    left: bool = False,
 ) -> RunningServer:
     """Starts a server and waits until it is healthy and proven to be what was asked for.
 
@@ -208,6 +216,7 @@ def start_server(
         plan: what to serve.
         name: tells servers of one workdir apart; a leftover of the same name is stopped first.
         progress: called with (phases behind, phases, what is done now).
+        left: nobody who looks at its health sends it requests until `join`.
 
     Raises SlipstreamError, and leaves nothing running: a port or GPUs that somebody holds, a process that ends (with
     its last lines), no health in time, another process at the address, other settings than planned.
@@ -217,7 +226,7 @@ def start_server(
     def check(settings: dict[str, Any]) -> None:
         check_settings(deployment, plan, settings)
 
-    return start_command(deployment, workdir, command, plan.port, check, name=name, progress=progress)
+    return start_command(deployment, workdir, command, plan.port, check, name=name, progress=progress, left=left)
 
 
 def start_command(
@@ -229,6 +238,7 @@ def start_command(
     *,
     name: str = "server",
     progress: Progress | None = None,
+    left: bool = False,
 ) -> RunningServer:
     """The same by a command that is already written; `check` is told the healthy server's settings, and raises."""
     stop_server(deployment, workdir, name)
@@ -236,6 +246,7 @@ def start_command(
     refuse_held_gpus(workdir)
     ready_file = workdir / f"{name}{READY_SUFFIX}"
     ready_file.unlink(missing_ok=True)
+    (leave if left else join)(workdir, name)
     started = time.monotonic()
     process = start_detached(
         command,
@@ -270,9 +281,10 @@ def stop_server(deployment: "Deployment", workdir: Path, name: str = "server") -
 
 
 def answers(workdir: Path, name: str = "server") -> bool:
-    """Whether a server of that name is ready for requests now; one that starts, drains or hangs is not."""
+    """Whether a server of that name answers requests now, left or not; one that starts, ends or hangs does not."""
     state = read_ready(workdir / f"{name}{READY_SUFFIX}")
-    return state is not None and _health(str(state["url"]), "")[0]
+    told = None if state is None else read_health(str(state["url"]))
+    return told is not None and told.answers
 
 
 def check_settings(deployment: "Deployment", plan: ServerPlan, settings: dict[str, Any]) -> None:
@@ -326,21 +338,14 @@ def _wait_until_healthy(process: Detached, ready_file: Path, seconds: float, pro
         if not url and (state := read_ready(ready_file)) is not None:
             url = str(state["url"])
         if url:
-            healthy, phase = _health(url, phase)
+            told = read_health(url)
+            healthy = told is not None and told.answers
+            phase = PHASES[-1] if healthy else phase if told is None else told.phase
             if progress is not None:
                 progress(PHASES.index(phase) if phase in PHASES else 0, len(PHASES) - 1, phase)
             if healthy:
                 return url
         time.sleep(POLL_SECONDS)
-
-
-def _health(url: str, phase: str) -> tuple[bool, str]:
-    """(ready, phase) as the server tells them; the last known phase while it does not answer."""
-    try:
-        answer = httpx.get(f"{url}/health", timeout=REQUEST_SECONDS, trust_env=False)
-        return answer.status_code == 200, str(answer.json()["phase"])
-    except (httpx.HTTPError, ValueError, KeyError):
-        return False, phase
 
 
 def check_identity(process: Detached, settings: dict[str, Any], url: str) -> None:

@@ -260,7 +260,7 @@ def _run_locked(
                 "seconds": round(seconds, 3),
             },
         )
-        _replace_dir(partial, final)
+        replace_dir(partial, final)
     noting.end()
     reporter.stage_finished(stage.name, status="done", seconds=seconds, figures=figures)
     return StageResult(stage.name, "done", seconds, figures, final)
@@ -366,10 +366,11 @@ def _partial_fingerprint(partial: Path) -> str:
 def _finish_rename(key: Mapping[str, Any], partial: Path, final: Path) -> None:
     """A run that was killed between its manifest and its rename has finished: only the rename is missing."""
     if (partial / mf.MANIFEST).is_file() and not _why_needed(key, partial):
-        _replace_dir(partial, final)
+        replace_dir(partial, final)
 
 
-def _replace_dir(new: Path, final: Path) -> None:
+def replace_dir(new: Path, final: Path) -> None:
+    """Puts a whole directory in the place of another."""
     old = final.with_name(f"{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():

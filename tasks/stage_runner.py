@@ -72,6 +72,11 @@ class _Far:
             from slipstream.tasks.hosts.far_training import train_over_hosts
 
             return train_over_hosts(self._host, self._deployment, self._workdir, self._reporter, force=self._force)
+        if stage.name == "restore" and self._deployment.host.more:
+            from slipstream.tasks.hosts.replicas import read_roll, take_back
+
+            if read_roll(self._workdir) is not None:
+                return take_back(self._deployment, self._workdir, self._reporter)
         return run_far_stage(self._host, stage.name, self._deployment, self._workdir, self._reporter, force=self._force)
 
     def _and_refuse(self, stage: Stage, left: list[SlipstreamError]) -> StageResult:

@@ -20,6 +20,7 @@ ELSEWHERE = {
     "bench": "tests/flows/test_cli.py",
     "parity": "tests/flows/test_cli.py",
     "report": "tests/flows/test_cli.py",
+    "roll": "tests/flows/test_roll.py",
     "up": "tests/flows/test_up.py",
     "abandon": "tests/flows/test_cli.py",
     "host provision": "tests/tasks/hosts/test_provision.py",

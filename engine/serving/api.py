@@ -7,7 +7,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -23,6 +24,9 @@ from slipstream.engine.serving.generation import Delta
 from slipstream.engine.serving.metrics import Metrics
 from slipstream.engine.serving.openai_types import ApiError
 from slipstream.engine.serving.protocol import Tokens, Traced
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 MAX_BODY_BYTES = 32 << 20
 HUNG_UP = 499  # as nginx says it
@@ -40,6 +44,9 @@ class Front:
         tokenizer: None until it is loaded.
         chat_problem: why the chat template cannot be used, found when it was loaded; "" when it can.
         draining: no new requests: the server is about to end.
+        leave_file: while it is there, /health tells whoever sends requests to send no more; those that come are
+            answered. None: nobody can ask for that.
+        in_flight: requests from their arrival to the last byte of their answer.
     """
 
     client: EngineClient
@@ -49,6 +56,8 @@ class Front:
     tokenizer: ChatTokenizer | None = None
     chat_problem: str = ""
     draining: bool = False
+    leave_file: Path | None = None
+    in_flight: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     started: float = field(default_factory=time.time)
     tokenizing: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -63,6 +72,10 @@ class Front:
             return f"the server is not ready: {self.phase()}"
         return ""
 
+    def left(self) -> bool:
+        """Whether whoever balances load shall send no more requests, though they would be answered."""
+        return self.leave_file is not None and self.leave_file.exists()
+
     def phase(self) -> str:
         """What is going on, for people who wait."""
         if self.client.gone.is_set():
@@ -71,7 +84,7 @@ class Front:
             return "draining"
         if self.client.ready.is_set() and self.tokenizer is None:
             return "loading the tokenizer"
-        return self.client.phase
+        return "left" if self.client.ready.is_set() and self.left() else self.client.phase
 
     def model(self) -> dict[str, Any]:
         """The served model, as OpenAI's clients list it."""
@@ -105,6 +118,7 @@ def create_app(front: Front) -> FastAPI:
     app.add_exception_handler(EngineGone, _engine_gone)
     app.add_exception_handler(ClientDisconnect, _hung_up)
     app.add_exception_handler(Exception, _unforeseen)
+    app.add_middleware(_CountInFlight, front=front)
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
@@ -125,12 +139,12 @@ def create_app(front: Front) -> FastAPI:
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        reason = front.not_ready()
+        reason = front.not_ready() or ("it was told to leave; what still comes is answered" if front.left() else "")
         body = {
             "status": "unavailable" if reason else "ready",
             "phase": front.phase(),
             "seconds": round(time.time() - front.started, 3),
-            "in_flight": front.client.in_flight,
+            "in_flight": front.in_flight,
         }
         return JSONResponse({**body, "reason": reason} if reason else body, 503 if reason else 200)
 
@@ -152,6 +166,21 @@ def create_app(front: Front) -> FastAPI:
             return await _trace(front, http)
 
     return app
+
+
+class _CountInFlight:
+    """Counts requests around all that happens to them: one whose body still comes, or whose answer still goes, too."""
+
+    def __init__(self, app: "ASGIApp", front: Front) -> None:
+        self._app, self._front = app, front
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        asks = int(scope["type"] == "http" and scope["method"] == "POST")
+        self._front.in_flight += asks
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._front.in_flight -= asks
 
 
 # ---- errors

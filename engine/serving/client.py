@@ -65,11 +65,6 @@ class EngineClient:
         self.death = ""
         self.ready, self.gone = asyncio.Event(), asyncio.Event()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests submitted and not finished."""
-        return len(self._queues)
-
     async def run(self) -> None:
         """Reads what the engine says until it ends; then every waiting caller gets `EngineGone`."""
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)

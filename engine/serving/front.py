@@ -74,7 +74,9 @@ class Serving:
     def __init__(self, options: argparse.Namespace, listener: socket.socket, client: EngineClient) -> None:
         name = options.served_model_name or Path(options.target).resolve().name
         self._options, self._listener, self._client = options, listener, client
-        self._front = Front(client, name, options.max_context_tokens, options.diagnostics)
+        self._front = Front(
+            client, name, options.max_context_tokens, options.diagnostics, leave_file=options.leave_file
+        )
         config = uvicorn.Config(
             create_app(self._front),
             lifespan="off",

@@ -42,6 +42,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0: any free port; the state file says which")
     parser.add_argument("--state-file", type=Path, help="JSON: pid, port, phase; written at start and when ready")
+    parser.add_argument(
+        "--leave-file",
+        type=Path,
+        help="while this file is there, /health says 503 to whoever balances load; requests are still answered",
+    )
     parser.add_argument("--max-running-requests", type=int, default=8)
     parser.add_argument("--max-context-tokens", type=int, default=1024, help="prompt + answer")
     parser.add_argument("--block-size-tokens", type=int, default=16)

@@ -24,7 +24,7 @@ from slipstream.tasks.hosts.host_lock import GPU_LOCK, LOCK_FOLDER
 from slipstream.tasks.hosts.jobs import JOBS
 from slipstream.tasks.hosts.provision import CURRENT
 from slipstream.tasks.manifest import MANIFEST, write_json
-from slipstream.tasks.registry import NAMES, get_stage
+from slipstream.tasks.registry import DRAIN, NAMES, get_stage
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.stage import StageResult
 from slipstream.tasks.stage_runner import FROM_HOST
@@ -37,7 +37,7 @@ DISK_FULL = "disk-full.md"
 COMMAND_SECONDS = 180.0  # beside what a server may take to end: memory of GPUs, the port, the interpreter
 INPUTS = "inputs"
 OWN_PROMPTS = ("builtin", HOLDOUT)
-WITHOUT_GPUS = ("resolve", "cleanup", "report")  # these may run beside another owner's job
+WITHOUT_GPUS = ("resolve", "cleanup", "drain", "report")  # these may run beside another owner's job
 FETCHED = ("report/report.html",)  # for people; everything else is read where it was written
 
 
@@ -147,7 +147,7 @@ def stop_far_stages(host: Host, workdir: Path, say: Callable[[str], None]) -> li
 
     Returns why jobs of the run were left, as errors: those whose record is damaged.
     """
-    stages = {f"{run_name(workdir)}-{stage}": stage for stage in NAMES}
+    stages = {f"{run_name(workdir)}-{stage}": stage for stage in (*NAMES, DRAIN.name)}
     left = []
     for status in host.jobs(f"{run_name(workdir)}-"):
         if status.name in stages and status.members:

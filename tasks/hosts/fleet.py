@@ -1,4 +1,4 @@
-"""Several hosts: shares of the work to each, to another where one is lost; replicas replaced one by one.
+"""Several hosts: shares of the work to each, to another where one is lost. Servers on them: replicas.py.
 
 `flows/fan_out.py` maps the shares. `run_share` needs nothing but its arguments, for whatever maps it over the shares.
 A share that is asked for again finds its jobs, running or ended, as every job does.
@@ -8,11 +8,9 @@ import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from slipstream.engine.errors import SlipstreamError
 from slipstream.tasks.conversations import CONVERSATIONS
 from slipstream.tasks.hosts.far_stage import RUNS, run_far_stage, run_name
 from slipstream.tasks.hosts.host import Host, HostUnreachable
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from slipstream.configs.schema import Deployment
 
 SHARED_STAGES = ("resolve", "regenerate", "extract")
-DRAIN_POLL_SECONDS = 0.2
 Say = Callable[[str], None]
 T = TypeVar("T")
 _turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # a host's cards hold one share at a time
@@ -132,96 +129,3 @@ def _fetch_share(host: Host, run: str, folder: Path, say: Say) -> None:
     for shard in manifest["shards"]:
         host.get(f"{run}/extract/{STORE}/{shard['name']}", store / shard["name"], say=say)
     host.get(f"{run}/extract/{STORE}/{STORE_MANIFEST}", store / STORE_MANIFEST)
-
-
-@dataclass(frozen=True)
-class Replica:
-    """One server of several that do the same: where it runs, and how it is taken out, replaced and put back.
-
-    Args:
-        name: for people.
-        leave: takes it out of what requests are sent to.
-        running: how many requests it still answers.
-        replace: starts its successor in its place, and returns when that has passed its smoke test.
-        go_back: starts again what was there before.
-        join: puts it back.
-    """
-
-    name: str
-    leave: Callable[[], None]
-    running: Callable[[], int]
-    replace: Callable[[], None]
-    go_back: Callable[[], None]
-    join: Callable[[], None]
-
-
-def roll(replicas: Sequence[Replica], say: Say, wait: Callable[[float], None], *, drain_seconds: float = 600.0) -> None:
-    """Replaces servers one by one, so that all but one answer at every moment.
-
-    Where a successor does not come up, the server of before is started again in its place, and so are those that were
-    replaced already, last one first: all replicas do the same again.
-
-    Args:
-        replicas: at least two, or requests are refused meanwhile.
-        say: told what happens.
-        wait: sleeps so many seconds.
-        drain_seconds: how long a replica may go on answering what it has begun.
-
-    A replica that cannot be brought back is told to `say`, and the others are brought back all the same.
-
-    Raises the error of the successor that did not come up.
-    """
-    replaced: list[Replica] = []
-    for replica in replicas:
-        try:
-            _drain(replica, say, wait, drain_seconds)
-            try:
-                replica.replace()
-            except BaseException as error:
-                why = getattr(error, "found", error)
-                say(f"{replica.name}: the new server did not come up: {why}; the old one comes back")
-                _back(replica, say)
-                raise
-        except BaseException:
-            for earlier in reversed(replaced):
-                try:
-                    _drain(earlier, say, wait, drain_seconds)
-                except Exception as error:
-                    say(f"{earlier.name}: the new server stays: {getattr(error, 'found', error)}")
-                    continue
-                _back(earlier, say)
-            raise
-        replica.join()
-        say(f"{replica.name}: replaced")
-        replaced.append(replica)
-
-
-def _back(replica: Replica, say: Say) -> None:
-    """Starts the old server again in a replica that is out, and puts it back; tells why it cannot."""
-    try:
-        replica.go_back()
-        replica.join()
-        say(f"{replica.name}: the old server is back")
-    except Exception as error:
-        say(f"{replica.name}: the old server is not back, nothing is sent there: {getattr(error, 'found', error)}")
-
-
-def _drain(replica: Replica, say: Say, wait: Callable[[float], None], drain_seconds: float) -> None:
-    """Takes a replica out and waits until it has answered all; puts it back where that fails or takes too long."""
-    replica.leave()
-    waited = 0.0
-    try:
-        while running := replica.running():
-            if waited >= drain_seconds:
-                raise SlipstreamError(
-                    f"{replica.name} still answers {running} requests after {drain_seconds:.0f} s",
-                    expected="an end of all that it has begun",
-                    do="wait for it, or allow more time; it was left as it is",
-                    runbook="roll-back.md",
-                )
-            wait(DRAIN_POLL_SECONDS)
-            waited += DRAIN_POLL_SECONDS
-    except BaseException:
-        replica.join()
-        raise
-    say(f"{replica.name}: nothing runs on it any more")

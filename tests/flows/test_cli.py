@@ -340,7 +340,17 @@ def test_only_what_works_is_offered(run: Run) -> None:
         if line.startswith("  ") and line[2] != " "
     }
     running = {"plan", "run", "stage", "parity", "bench", "report", "clean", "serve"}
-    assert offered == running | {"abandon", "up", "doctor", "explain-log", "fingerprint", "host", "import", "schema"}
+    assert offered == running | {
+        "abandon",
+        "up",
+        "roll",
+        "doctor",
+        "explain-log",
+        "fingerprint",
+        "host",
+        "import",
+        "schema",
+    }
 
 
 def test_a_wrong_command_line_ends_with_2(run: Run) -> None:

@@ -16,7 +16,7 @@ from slipstream.tasks.process import read_record
 
 def test_up_says_what_it_did_and_may_be_repeated(project: Any) -> None:
     said = "\n".join(project.said)
-    for words in ("work pool local: created", "deployments: 4", "limit slipstream-host-", "worker: started", "stop: "):
+    for words in ("work pool local: created", "deployments: 5", "limit slipstream-host-", "worker: started", "stop: "):
         assert words in said
     again = project.command("slipstream.flows.cli", "up")
     assert "worker: runs already" in again
@@ -29,7 +29,7 @@ def test_the_form_of_each_deployment_is_typed_and_described(project: Any) -> Non
 
     with get_client(sync_client=True) as client:
         found = {d.entrypoint.rpartition(":")[2]: d for d in client.read_deployments() if d.entrypoint}
-    assert set(found) == {"lifecycle", "stage", "serve", "cleanup"}
+    assert set(found) == {"lifecycle", "stage", "serve", "roll", "cleanup"}
     for name, deployment in found.items():
         assert deployment.entrypoint == f"slipstream.flows.{name}:{name}"  # a module: a file would hide our packages
         properties = deployment.parameter_openapi_schema["properties"]

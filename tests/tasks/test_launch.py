@@ -201,6 +201,7 @@ def test_the_command_line_carries_every_value(deployment, plan, tmp_path):
     assert flags == {
         "--target": str(plan.target),
         "--draft": str(plan.draft),
+        "--leave-file": str(tmp_path / "f.leave"),
         "--num-steps": "2",
         "--host": "127.0.0.1",
         "--port": "0",

@@ -386,6 +386,54 @@ def test_while_it_drains_new_requests_are_refused():
     talk(script)
 
 
+def test_a_server_that_was_told_to_leave_says_so_and_answers_all_the_same(tmp_path):
+    leave = tmp_path / "leave"
+
+    async def script(http, front, engine):
+        leave.touch()
+        health = await http.get("/health")
+        assert (health.status_code, health.json()["phase"], health.json()["in_flight"]) == (503, "left", 0)
+        assert (await http.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        leave.unlink()
+        assert (await http.get("/health")).status_code == 200
+
+    talk(script, leave_file=leave)
+
+
+@pytest.mark.parametrize("part", ["body", "answer"])
+def test_a_request_is_in_flight_from_its_arrival_to_the_last_byte_of_its_answer(part):
+    async def script(http, front, engine):
+        async def health():
+            return (await http.get("/health")).json()["in_flight"]
+
+        seen = []
+
+        async def body():
+            yield b'{"prompt": '
+            seen.append(await health())  # the engine has not heard of it
+            yield b'"abc", "stream": true}'
+
+        if part == "body":
+            assert (await http.post("/v1/completions", content=body())).status_code == 200
+        else:
+            scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+            messages = [{"type": "http.request", "body": b'{"prompt": "abc", "stream": true}', "more_body": False}]
+
+            async def receive():
+                return messages.pop() if messages else await asyncio.Event().wait()
+
+            async def send(message):
+                if b"[DONE]" in message.get("body", b""):
+                    seen.append(front.in_flight)  # the engine is done with it
+                    assert not engine.has_work
+
+            await create_app(front)(scope, receive, send)
+        assert seen == [1]
+        assert await health() == 0
+
+    talk(script)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_dies_in_the_middle_ends_answers_with_an_error(stream):
     async def script(http, front, engine):

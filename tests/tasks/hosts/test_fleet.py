@@ -1,10 +1,6 @@
-"""Several hosts: shares of the work, one host that dies, replicas that are replaced one by one under load."""
+"""Several hosts: shares of the work, one host that dies. Their servers: tests/flows/test_roll.py."""
 
-import random
-import sys
 import threading
-import time
-import urllib.request
 
 import pytest
 from pydantic import ValidationError
@@ -15,36 +11,14 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.tasks import extract, regenerate, resolve
 from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
-from slipstream.tasks.hosts.fleet import Replica, lay_shares, on_a_living_host, roll, run_share
-from slipstream.tasks.hosts.host import HostUnreachable, Job
+from slipstream.tasks.hosts.fleet import lay_shares, on_a_living_host, run_share
+from slipstream.tasks.hosts.host import HostUnreachable
 from slipstream.tasks.hosts.open_host import each_deployment
 from slipstream.tasks.manifest import read_manifest
 from slipstream.tasks.shares import done_stores, shares_folder
 from slipstream.tasks.stage import run_stage
 
 PROMPTS = 6
-# Answers slowly, and says how many requests it is answering. Arguments: port, version.
-SERVER = """
-import sys, threading, time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-port, version = int(sys.argv[1]), sys.argv[2]
-if version == "broken": sys.exit(7)
-running, lock = [0], threading.Lock()
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        if self.path == "/running":
-            body = str(running[0]).encode()
-        else:
-            with lock: running[0] += 1
-            time.sleep(0.15)
-            body = version.encode()
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers()
-        self.wfile.write(body)
-        if self.path != "/running":
-            with lock: running[0] -= 1
-    def log_message(self, *_): pass
-ThreadingHTTPServer(("0.0.0.0", port), Handler).serve_forever()
-"""
 
 
 # ---- the hosts of a deployment ---------------------------------------------------------------------------------------
@@ -225,158 +199,6 @@ def test_work_moves_only_where_a_host_is_lost(fleet):
     machines[0].power_off()
     with pytest.raises(HostUnreachable):
         on_a_living_host(0, each, work, said.append)
-
-
-# ---- replicas --------------------------------------------------------------------------------------------------------
-
-
-def get(url):
-    with urllib.request.urlopen(url, timeout=10) as answer:
-        return answer.read().decode()
-
-
-class Load:
-    """Threads that ask whatever replica is in at the moment, and count what is lost."""
-
-    def __init__(self):
-        self.urls, self.lock, self.answers, self.lost, self.on = [], threading.Lock(), [], [], True
-        self.threads = [threading.Thread(target=self._ask, daemon=True) for _ in range(6)]
-
-    def _ask(self):
-        while self.on:
-            with self.lock:
-                url = random.choice(self.urls)
-            try:
-                self.answers.append(get(f"{url}/work"))
-            except OSError as error:
-                self.lost.append(error)
-
-    def end(self):
-        self.on = False
-        for thread in self.threads:
-            thread.join()
-
-
-@pytest.fixture
-def replicas(machine, ssh_tools):
-    """Makes (replicas of two hosts that all turn to a version, the load on them, host -> serve)."""
-    machines = [machine(), machine()]
-    hosts = [one.host(one.base) for one in machines]
-    load = Load()
-
-    def serve(number, version):
-        host, url = hosts[number], f"http://{machines[number].listen}:8000"
-        host.stop("server", drain_seconds=0)
-        host.start(Job("server", (sys.executable, "-c", SERVER, "8000", version)))
-
-        def answers():
-            assert host.status("server").state == "running", "the server ended"
-            try:
-                return get(f"{url}/running")
-            except OSError:
-                return None
-
-        ssh_tools.wait_for(answers)
-
-    def replica(number, new):
-        url = f"http://{machines[number].listen}:8000"
-
-        def leave():
-            with load.lock:
-                load.urls.remove(url)
-            time.sleep(0.05)  # whoever has just chosen it has asked by now
-
-        return Replica(
-            machines[number].name,
-            leave,
-            lambda: int(get(f"{url}/running")),
-            lambda: serve(number, new),
-            lambda: serve(number, "old"),
-            lambda: load.urls.append(url),
-        )
-
-    for number, one in enumerate(machines):
-        serve(number, "old")
-        load.urls.append(f"http://{one.listen}:8000")
-    for thread in load.threads:
-        thread.start()
-    ssh_tools.wait_for(lambda: len(load.answers) > 6)
-    yield replica, load, serve
-    load.end()
-    for host in hosts:
-        host.close()
-
-
-def test_a_roll_of_two_replicas_loses_no_request_and_a_bad_one_leaves_all_as_they_were(replicas, ssh_tools):
-    replica, load, serve = replicas
-    said = []
-    # the second one does not come up: both do the old again
-    with pytest.raises(AssertionError, match="the server ended"):
-        roll([replica(0, "new"), replica(1, "broken")], said.append, time.sleep, drain_seconds=20)
-    assert load.lost == []
-    assert {get(f"{url}/work") for url in load.urls} == {"old"}
-    assert len(load.urls) == 2
-    assert sum("replaced" in line for line in said) == 1
-    assert sum("the old server is back" in line for line in said) == 2
-    # and when it does
-    roll([replica(0, "new"), replica(1, "new")], said.append, time.sleep, drain_seconds=20)
-    before = len(load.answers)
-    ssh_tools.wait_for(lambda: len(load.answers) > before + 6)
-    assert load.lost == []
-    assert {get(f"{url}/work") for url in load.urls} == {"new"}
-    assert {"old", "new"} <= set(load.answers)
-    # without leaving and draining, requests are lost
-    serve(0, "newer")
-    ssh_tools.wait_for(lambda: load.lost)
-
-
-def test_a_replica_that_does_not_drain_is_left_as_it_is():
-    done, waited = [], []
-    names = ("leave", "replace", "go_back", "join")
-    parts = {name: lambda name=name: done.append(name) for name in names}
-    with pytest.raises(SlipstreamError, match="still answers 3 requests after 2 s") as error:
-        roll([Replica("one", running=lambda: 3, **parts)], lambda _: None, waited.append, drain_seconds=2)
-    assert done == ["leave", "join"]
-    assert 2.0 <= sum(waited) < 2.5
-    assert error.value.runbook == "roll-back.md"
-
-
-@pytest.mark.parametrize("error", [OSError("no answer"), KeyboardInterrupt()])
-def test_a_replica_that_cannot_be_asked_is_put_back(error):
-    done = []
-
-    def running():
-        raise error
-
-    parts = {name: lambda name=name: done.append(name) for name in ("leave", "replace", "go_back", "join")}
-    with pytest.raises(type(error)):
-        roll([Replica("one", running=running, **parts)], lambda _: None, lambda _: None)
-    assert done == ["leave", "join"]
-
-
-def test_one_that_does_not_come_back_keeps_no_other_from_it():
-    done, said = [], []
-
-    def fail(words):
-        raise OSError(words)
-
-    def replica(number, **parts):
-        told = {name: lambda name=name: done.append(f"{name} {number}") for name in ("leave", "go_back", "join")}
-        return Replica(f"r{number}", **({"running": lambda: 0, "replace": lambda: None} | told | parts))
-
-    replicas = [
-        replica(0),
-        replica(1, go_back=lambda: fail("its disk is full")),
-        replica(2, replace=lambda: fail("the successor"), go_back=lambda: fail("its port is held")),
-    ]
-    with pytest.raises(OSError, match="the successor"):
-        roll(replicas, said.append, lambda _: None)
-    assert done[-3:] == ["leave 0", "go_back 0", "join 0"]
-    assert [done.count(f"join {number}") for number in range(3)] == [2, 1, 0]
-    assert [line.rpartition(": ")[2] for line in said if "is not back" in line] == [
-        "its port is held",
-        "its disk is full",
-    ]
 
 
 def test_a_share_that_is_not_whole_is_neither_laid_nor_opened_and_manifests_come_last(tmp_path):
