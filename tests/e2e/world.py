@@ -119,15 +119,15 @@ class FarHost:
 
 
 @contextmanager
-def far_host(load: Load, folder: Path, *sites: Path, **options: Any) -> Iterator[FarHost]:
+def far_host(load: Load, folder: Path, *sites: Path, number: int = 0, **options: Any) -> Iterator[FarHost]:
     """A far host whose key is trusted and whose environment is this Python, which looks into `sites` first.
 
-    Its Slipstream lies in `folder`/far, on this machine's disk.
+    Its Slipstream lies in `folder`/far, on this machine's disk. `number` tells hosts of one test apart.
     """
     ssh_tools, machine_tools = (load(HOSTS / name) for name in ("ssh_server.py", "machines.py"))
     ssh_tools.need_sshd()
     machine_tools.need_namespaces()
-    one = machine_tools.machine_class(ssh_tools)(folder / "machine", 0)
+    one = machine_tools.machine_class(ssh_tools)(folder / "machine", number)
     try:
         one.trust()
         host = one.host(folder / "far", **options)

@@ -1,7 +1,7 @@
 """Flow roll over two hosts in Linux namespaces, under a stream of requests that a balancer sends by /health alone.
 
 The hosts' servers are stand-ins that start in no time (roll_stand_ins.py); everything around them is real: SSH, files,
-stages as jobs, marks, records. With real servers: `-m soak`, below.
+stages as jobs, marks, records. With real servers: tests/e2e/test_roll.py.
 """
 
 import dataclasses
