@@ -15,6 +15,7 @@ from slipstream.tasks.conversations import CONVERSATIONS
 from slipstream.tasks.hosts.far_stage import RUNS, run_far_stage, run_name
 from slipstream.tasks.hosts.host import Host, HostUnreachable
 from slipstream.tasks.hosts.open_host import each_deployment, open_host
+from slipstream.tasks.manifest import read_json
 from slipstream.tasks.reporting import Reporter
 from slipstream.tasks.shares import STORE, STORE_MANIFEST, share_name, shares_folder
 
@@ -125,7 +126,8 @@ def _fetch_share(host: Host, run: str, folder: Path, say: Say) -> None:
     store = folder / STORE
     store.mkdir(parents=True, exist_ok=True)
     host.get(f"{run}/regenerate/{CONVERSATIONS}", folder / CONVERSATIONS, say=say)
-    manifest = host.read_json(f"{run}/extract/{STORE}/{STORE_MANIFEST}")
-    for shard in manifest["shards"]:
+    arrived = store / f"{STORE_MANIFEST}.part"  # it names every conversation: too large for host.read_json
+    host.get(f"{run}/extract/{STORE}/{STORE_MANIFEST}", arrived)
+    for shard in read_json(arrived)["shards"]:
         host.get(f"{run}/extract/{STORE}/{shard['name']}", store / shard["name"], say=say)
-    host.get(f"{run}/extract/{STORE}/{STORE_MANIFEST}", store / STORE_MANIFEST)
+    arrived.replace(store / STORE_MANIFEST)

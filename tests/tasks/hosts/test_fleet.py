@@ -1,6 +1,8 @@
 """Several hosts: shares of the work, one host that dies. Their servers: tests/flows/test_roll.py."""
 
+import json
 import threading
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -11,10 +13,12 @@ from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.hidden_store import HiddenStateStore
 from slipstream.tasks import extract, regenerate, resolve
 from slipstream.tasks.conversations import CONVERSATIONS, read_conversations
-from slipstream.tasks.hosts.fleet import lay_shares, on_a_living_host, run_share
-from slipstream.tasks.hosts.host import HostUnreachable
+from slipstream.tasks.hosts import fleet as fleet_of_hosts
+from slipstream.tasks.hosts.fleet import fetched_share, lay_shares, on_a_living_host, run_share
+from slipstream.tasks.hosts.host import MAX_READ_BYTES, HostUnreachable
 from slipstream.tasks.hosts.open_host import each_deployment
 from slipstream.tasks.manifest import read_manifest
+from slipstream.tasks.reporting import NullReporter
 from slipstream.tasks.shares import done_stores, shares_folder
 from slipstream.tasks.stage import run_stage
 
@@ -220,3 +224,26 @@ def test_a_share_that_is_not_whole_is_neither_laid_nor_opened_and_manifests_come
     assert lay_shares(There(), deployment, tmp_path / "demo", lambda _: None) == 1
     names = (CONVERSATIONS, "store/shard-0", "store/manifest.json")
     assert sent == [place / "0-of-2" / name for name in names]
+
+
+def test_a_share_is_fetched_whose_manifest_is_large_and_the_manifest_comes_last(host, tmp_path, monkeypatch):
+    monkeypatch.setattr(fleet_of_hosts, "run_far_stage", lambda *_: None)
+    monkeypatch.setattr(fleet_of_hosts, "open_host", lambda _: host)
+    run = Path(host.directory) / "runs" / "demo-0-of-1"
+    store = run / "extract" / "store"
+    for folder in (run / "regenerate", store):
+        folder.mkdir(parents=True)
+    (run / "regenerate" / CONVERSATIONS).write_text("x")
+    manifest = json.dumps({"shards": [{"name": "shard-0"}], "conversations": "c" * MAX_READ_BYTES})
+    (store / "manifest.json").write_text(manifest)
+    deployment, workdir = Deployment(), tmp_path / "demo"
+    with pytest.raises(SlipstreamError, match=r"no file .*shard-0"):
+        run_share(0, deployment, workdir, NullReporter())
+    assert fetched_share((0, 1), deployment, workdir) is None
+    (store / "shard-0").write_text("hidden states")
+    folder = run_share(0, deployment, workdir, NullReporter())
+    assert fetched_share((0, 1), deployment, workdir) == folder
+    assert {path.name: path.read_text() for path in (folder / "store").iterdir()} == {
+        "manifest.json": manifest,
+        "shard-0": "hidden states",
+    }
