@@ -23,6 +23,9 @@ stage(StageName.REGENERATE, "configs/fleet.yaml", sys.argv[1:])
 """
 
 
+pytestmark = pytest.mark.soak  # a minute each, most of it waiting for hosts and servers
+
+
 @pytest.fixture
 def fleet(project: Any, load_test_module: Callable[[Path], Any], tmp_path: Path) -> Iterator[Any]:
     """Two hosts in namespaces, for the project's deployment configs/fleet.yaml; the whole run's resolve is done."""
@@ -100,7 +103,6 @@ def test_a_killed_script_goes_on_with_the_next_and_is_ended_by_abandon_on_both_h
     assert "nothing of ours was running" in said
 
 
-@pytest.mark.soak
 def test_the_worker_stops_the_shares_of_a_killed_flow_on_both_hosts_and_the_next_run_does_them(
     project: Any, fleet: Any
 ) -> None:
