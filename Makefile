@@ -18,7 +18,7 @@ else
 READY := $(VENV)/bin/slipstream
 endif
 
-.PHONY: demo test incident bytecode clean
+.PHONY: demo test incident triton bytecode clean
 
 demo: $(READY)
 	$(VENV)/bin/slipstream run $(CONFIG)
@@ -35,9 +35,14 @@ test: $(READY)
 
 $(READY): | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile $(TORCH) --editable '.[dev]'
+	$(MAKE) --no-print-directory triton
 	$(MAKE) --no-print-directory bytecode
 	rm -f $(VENV)/.ready-*
 	touch $@
+
+# A CUDA build of torch pins a Triton of its own, which no extra of ours may contradict; a CPU build brings none.
+triton:
+	$(VENV)/bin/python -c 'import triton' 2> /dev/null || [ "$$(uname -m)" != x86_64 ] || $(VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-compile triton==3.6.0
 
 # Bytecode of what every start imports, also where PYTHONDONTWRITEBYTECODE is set: without it each process compiles torch
 # anew, which doubles its start. All of site-packages (pip's own way) would take longer than it saves.
