@@ -94,7 +94,7 @@ def test_the_command_keeps_the_record_and_says_whom_it_could_not_tell(
 
 
 def test_what_each_flow_leaves_to_do_is_known() -> None:
-    from slipstream.flows import cleanup, lifecycle, serve, stage
+    from slipstream.flows import cleanup, lifecycle, roll, serve, stage
 
-    made: list[Any] = [cleanup.cleanup, lifecycle.lifecycle, serve.serve, stage.stage]
+    made: list[Any] = [cleanup.cleanup, lifecycle.lifecycle, roll.roll, serve.serve, stage.stage]
     assert {flow.name for flow in made} == set(run_record.AFTER)

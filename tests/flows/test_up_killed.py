@@ -95,7 +95,7 @@ def whole(home: Home, said: str) -> None:
     """One server and one worker, those of the records, and the deployments."""
     assert home.lives("server") == [home.recorded("server").identity.pid]
     assert home.lives("worker") == [home.recorded("worker").identity.pid]
-    assert "deployments: 4" in said
+    assert "deployments: 5" in said
     assert f"PREFECT_API_URL={home.recorded('server').notes['api']}" in said
 
 

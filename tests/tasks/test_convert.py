@@ -100,7 +100,7 @@ def test_an_engine_that_cannot_serve_the_draft_is_named(finished, pipeline, tmp_
     network = load_network(made.workdir / "train" / "checkpoint")
     listener = pipeline.Listener()
     context = made.context(convert.STAGE, tmp_path / "out")
-    context._reporter = listener
+    context.reporter = listener
     network.config.__dict__["norm_before_residual"] = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convert, "load_network", lambda *args: network)
