@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.configs.host import Host as HostSection
 from slipstream.tasks.hosts.host_lock import LOCK_FOLDER
 from slipstream.tasks.hosts.provision import CURRENT
 from slipstream.tasks.reporting import NullReporter
@@ -194,6 +195,30 @@ def wrong_clock(folder: Path, seconds: int) -> Path:
 def ip(*words: str) -> None:
     done = subprocess.run(["ip", *words], capture_output=True, text=True)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+def host_section(machines, root):
+    """Section `host` over two machines that are trusted, each with this Python and with its Slipstream in root/farN."""
+    known = root / "known_hosts"
+    known.write_text("".join((one.folder / "known_hosts").read_text() for one in machines))
+    for number, one in enumerate(machines):
+        host = one.host(root / f"far{number}")
+        use_this_python(host, root / f"python{number}")
+        host.close()
+    first, second = machines
+    return HostSection(
+        kind="ssh",
+        address=first.listen,
+        identity_file=first.user_key,
+        known_hosts=known,
+        directory=str(root / "far0"),
+        workdir=root / "here" / "demo",
+        connect_timeout_seconds=3.0,
+        keepalive_seconds=1,
+        reconnect_seconds=2,
+        threads=1,
+        more=({"address": second.listen, "identity_file": second.user_key, "directory": str(root / "far1")},),
+    )
 
 
 def use_this_python(host, folder, *paths):

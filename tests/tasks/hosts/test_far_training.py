@@ -6,7 +6,6 @@ import shutil
 import pytest
 import torch
 
-from slipstream.configs.host import Host as HostSection
 from slipstream.engine.errors import SlipstreamError
 from slipstream.engine.hidden_store import StoreWriter
 from slipstream.engine.store_manifest import StoreManifest
@@ -38,26 +37,7 @@ def fleet(machine, machine_tools, pipeline, chats, tiny, tmp_path, monkeypatch):
 
         machines = [machine(), machine()]
         address, _ = machines[0].cable_to(machines[1])
-        known = tmp_path / "known_hosts"
-        known.write_text("".join((one.folder / "known_hosts").read_text() for one in machines))
-        for number, one in enumerate(machines):
-            host = one.host(tmp_path / f"far{number}")
-            machine_tools.use_this_python(host, tmp_path / f"python{number}")
-            host.close()
-        first, second = machines
-        section = HostSection(
-            kind="ssh",
-            address=first.listen,
-            identity_file=first.user_key,
-            known_hosts=known,
-            directory=str(tmp_path / "far0"),
-            workdir=tmp_path / "here" / "demo",
-            connect_timeout_seconds=3.0,
-            keepalive_seconds=1,
-            reconnect_seconds=2,
-            threads=1,
-            more=({"address": second.listen, "identity_file": second.user_key, "directory": str(tmp_path / "far1")},),
-        )
+        section = machine_tools.host_section(machines, tmp_path)
         there = deployment.training.model_copy(update={"rendezvous_address": address})
         return machines, deployment.model_copy(update={"host": section, "training": there}), (deployment, made.workdir)
 

@@ -66,26 +66,7 @@ def fleet(machine, machine_tools, chats, tiny, tmp_path):
     target = chats.save_chat_target(tmp_path / "target", tiny)
     names = [f"p{i}" for i in range(PROMPTS)]
     prompts = chats.write_prompts(tmp_path / "prompts.jsonl", {name: [f"word {name} and more"] for name in names})
-    known = tmp_path / "known_hosts"
-    known.write_text("".join((one.folder / "known_hosts").read_text() for one in machines))
-    for number, one in enumerate(machines):
-        host = one.host(tmp_path / f"far{number}")
-        machine_tools.use_this_python(host, tmp_path / f"python{number}")
-        host.close()
-    first, second = machines
-    section = HostSection(
-        kind="ssh",
-        address=first.listen,
-        identity_file=first.user_key,
-        known_hosts=known,
-        directory=str(tmp_path / "far0"),
-        workdir=tmp_path / "here" / "demo",
-        connect_timeout_seconds=3.0,
-        keepalive_seconds=1,
-        reconnect_seconds=2,
-        threads=1,
-        more=({"address": second.listen, "identity_file": second.user_key, "directory": str(tmp_path / "far1")},),
-    )
+    section = machine_tools.host_section(machines, tmp_path)
     made = Deployment(
         target={"source": str(target), "dtype": "float32"},
         data={"prompts": str(prompts), "max_prompt_tokens": 64, "max_new_tokens": 12, "temperatures": (0.0, 0.8)},
